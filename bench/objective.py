@@ -56,8 +56,9 @@ def _advantages(rewards, segment_ids, **options):
     advantages = objective.group_advantages(groups, **options).reshape(-1)
     if segment_ids is None:
         return advantages
-    by_row = advantages.reshape(len(segment_ids), -1)
-    return jnp.take_along_axis(by_row, jnp.maximum(segment_ids - 1, 0), axis=1)
+    # On the host in training (batching.collate); here by equal segments.
+    rows, length = segment_ids.shape
+    return jnp.repeat(advantages, rows * length // advantages.size).reshape(rows, -1)
 
 
 def random_arrays(rows, length, segments):
@@ -66,8 +67,10 @@ def random_arrays(rows, length, segments):
     new, old = 0.04 * rng.standard_normal((2, rows, length), np.float32) - 1.0
     mask = np.arange(length) % 4096 < 3072
     mask = np.broadcast_to(mask, (rows, length))
+    if length % segments:
+        raise SystemExit(f"--length={length} is not a multiple of {segments} segments")
     ids = np.repeat(np.arange(1, segments + 1), length // segments)
-    ids = np.broadcast_to(np.pad(ids, (0, length - len(ids))), (rows, length))
+    ids = np.broadcast_to(ids, (rows, length))
     rewards = rng.integers(0, 2, (2, rows * segments)).astype(np.float32)
     arrays = new, old, rewards[0, :rows], mask
     packed = new, old, rewards[1], mask, ids.astype(np.int32)

@@ -59,8 +59,9 @@ def get_config() -> ConfigDict:
     config.objective.virtual_reward = placeholder(float)  # ngrpo: of the virtual best
     # sample, without the interaction bonus; None: the most that the reward can give
     config.objective.num_virtual = 1  # ngrpo: virtual samples a group
-    config.objective.gamma = 0.9  # gtpo, gigpo, steppo: discount a turn
-    config.objective.lam = 1.0  # steppo: lambda a turn of generalised advantages
+    config.objective.gamma = 0.9  # gtpo, gigpo: discount a turn; steppo: a step
+    config.objective.lam = 1.0  # steppo: lambda a step of generalised advantages
+    config.objective.step = "turn"  # steppo: turn | role (its thoughts and calls apart)
     config.objective.norm_scope = "group"  # gtpo, turns compared: group | batch
     config.objective.format_penalty = 0.1  # gtpo: what a malformed turn loses
     config.objective.turn_weight = 1.0  # mt_grpo, gigpo: of the turn's part

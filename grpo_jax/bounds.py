@@ -19,6 +19,7 @@ CHOICES = {
         "steppo",
     ),
     "objective.token_weights": ("none", "gear"),
+    "objective.step": ("turn", "role"),
     "objective.norm_scope": ("group", "batch"),
     "objective.surrogate": ("ppo", "cispo"),
     "objective.tis_level": ("token", "sequence", "geometric"),

@@ -45,6 +45,11 @@ def _estimator(config: ConfigDict) -> Iterator[str]:
             "objective.estimator='steppo', which knows no groups: 'std' divides by the "
             "deviation of the batch, 'none' does not divide"
         )
+    if choices.step != "turn" and choices.estimator != "steppo":
+        yield (
+            f"objective.step='{choices.step}' cuts turns for objective.estimator="
+            f"'steppo'; '{choices.estimator}' has no steps"
+        )
     longest = config.rollout.max_completion_length
     if choices.overlong_buffer > longest:
         yield (
@@ -92,6 +97,7 @@ def _roles(config: ConfigDict) -> Iterator[str]:
             ("lora.routed", config.lora.routed),
             ("objective.role_weights", weights),
             ("objective.role_gradients_every", choices.role_gradients_every),
+            ("objective.step", choices.step == "role"),
         )
         if value
     ]

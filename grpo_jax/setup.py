@@ -302,7 +302,7 @@ def make_learner(config: ConfigDict, job: Job, steps: int) -> Learner:
         base=job.base,
         optimizer=rl_optimizer(config, steps),
         loss=make_loss(config),
-        estimator=make_estimator(config, bool(job.environment.tools())),
+        estimator=make_estimator(config, bool(job.environment.tools()), job.router),
         reference=config.objective.reference,
         num_minibatches=train.num_minibatches,
         num_iterations=train.num_iterations,

@@ -13,6 +13,7 @@ CLASHES = [
     ),
     ({"estimator": "gigpo", "scale_rewards": "batch"}, "use 'std' or 'none'"),
     ({"estimator": "steppo", "scale_rewards": "batch"}, "which knows no groups"),
+    ({"step": "role"}, "'grpo' has no steps"),
     ({"overlong_buffer": 600}, "=600 is above rollout.max_completion_length=512"),
     ({"dual_clip": 1.0}, r"must be above 1\.0 with objective\.clip='fixed'"),
     ({"clip": "sqrt_log", "dual_clip": 0.0}, r"must be above 0\.0"),

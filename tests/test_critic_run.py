@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("signals")]
 CHOICES = (
     "--config=configs/tir.py:tiny,steppo",
     "--config.objective.token_weights=gear",
+    "--config.objective.step=role",
     "--config.sft.num_epochs=0",
     "--config.train.row_length=192",  # room for the answer in the prompt
     "--config.data.num_eval_tasks=0",
@@ -66,6 +67,6 @@ def test_the_critic_goes_on_with_other_devices(finished, folder):
 
 
 def test_a_run_without_a_critic_does_not_get_one(finished, folder, capsys):
-    more = ("--config.objective.estimator=grpo",)
+    more = ("--config.objective.estimator=grpo", "--config.objective.step=turn")
     assert run.main(command(folder, finished, *CHOICES, *more)) == 2
     assert "critic" in capsys.readouterr().err.splitlines()[-1]

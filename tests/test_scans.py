@@ -1,11 +1,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from grpo_jax.objective import scans
 
 running_sum = jax.jit(scans.running_sum)
 segment_sum = jax.jit(scans.segment_sum)
+segment_count = jax.jit(scans.segment_count)
 discounted_sum = jax.jit(scans.discounted_sum)
 
 
@@ -63,6 +65,20 @@ def test_sums_against_loops():
     )
     np.testing.assert_allclose(
         segment_sum(jnp.asarray(x)), loop_segment(x, one_row), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("length", [1, 17, 128])
+def test_counts_against_loops(length):
+    rng = np.random.default_rng(4)
+    mask = rng.random((5, length)) < 0.4
+    starts = random_starts(rng, mask.shape)
+    counts = segment_count(jnp.asarray(mask), jnp.asarray(starts))
+    assert counts.dtype == jnp.int32
+    np.testing.assert_array_equal(counts, loop_segment(mask, starts))
+    whole = segment_count(jnp.asarray(mask))
+    np.testing.assert_array_equal(
+        whole, np.broadcast_to(mask.sum(1, keepdims=True), mask.shape)
     )
 
 

@@ -29,6 +29,7 @@ from grpo_jax.objective.ratios import masked, usable_tokens
 from grpo_jax.objective.scans import (
     run_starts,
     running_sum,
+    segment_count,
     segment_starts,
     segment_sum,
 )
@@ -68,7 +69,7 @@ def gear_weights(
     own = running_sum(jnp.where(anchors, gap, 0.0), edges)  # 0 outside of segments
     value = jnp.where(use, jnp.where(own > 0, own, gap), 0.0)
 
-    count = jnp.maximum(segment_sum(use.astype(jnp.float32), starts), 1.0)
+    count = jnp.maximum(segment_count(use, starts), 1)
 
     def mean(x):
         return segment_sum(jnp.where(use, x, 0.0), starts) / count

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
 from grpo_jax.objective.choices import AnyArray, check_choice
 from grpo_jax.objective.ratios import TOKEN_LIMIT, token_log_ratio, usable_tokens
-from grpo_jax.objective.scans import segment_starts, segment_sum
+from grpo_jax.objective.scans import segment_count, segment_starts, segment_sum
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -46,7 +46,7 @@ def tis_weights(
         starts = segment_starts(segment_ids)
         total = segment_sum(gap, starts)
         if level == "geometric":
-            total = total / jnp.maximum(segment_sum(use.astype(jnp.int32), starts), 1)
+            total = total / jnp.maximum(segment_count(use, starts), 1)
         gap = jnp.clip(total, -TOKEN_LIMIT, TOKEN_LIMIT)
     weights = jnp.exp(gap)
     over = weights > cap

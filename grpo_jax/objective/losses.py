@@ -23,7 +23,7 @@ from grpo_jax.objective.ratios import (
     token_position,
     usable_tokens,
 )
-from grpo_jax.objective.scans import segment_starts, segment_sum
+from grpo_jax.objective.scans import segment_count, segment_starts
 
 SURROGATES = ("ppo", "cispo")
 CLIPS = ("fixed", "sqrt_log", "sqrt_linear", "none")
@@ -145,7 +145,7 @@ def aggregate(
         weight = jnp.sum(first & counted).astype(jnp.float32)
     match aggregation:
         case "seq_mean_token_mean":
-            lengths = segment_sum(use.astype(jnp.int32), starts)
+            lengths = segment_count(use, starts)
             losses = losses / jnp.maximum(lengths, 1)
         case "constant":
             weight = weight * max_length

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from grpo_jax.objective.choices import AnyArray, check_choice
 from grpo_jax.objective.scans import (
     running_sum,
+    segment_count,
     segment_starts,
     segment_sum,
     turn_starts,
@@ -123,5 +124,5 @@ def policy_log_ratio(
 
 
 def _segment_mean(tokens, use, starts) -> Float[Array, "B T"]:
-    count = segment_sum(use.astype(jnp.int32), starts)
+    count = segment_count(use, starts)
     return segment_sum(tokens, starts) / jnp.maximum(count, 1)

@@ -75,20 +75,44 @@ def running_sum(
     return _scan(combine, (starts, x))[1]
 
 
+def segment_count(
+    mask: Bool[Array, "*R T"], starts: Bool[Array, "*R T"] | None = None
+) -> Int[Array, "*R T"]:
+    """How many positions of the whole segment are True, the same at all of them.
+
+    As `segment_sum`, at two thirds of its cost where `running_sum` of the mask is at
+    hand: a count says by itself, as one more than it is, that there is one.
+    """
+    counts = mask.astype(jnp.int32)
+    if starts is None:
+        return segment_sum(counts)
+    ends = jnp.where(_ends(starts), running_sum(counts, starts) + 1, 0)
+    nearest = _scan(
+        lambda later, earlier: (jnp.where(earlier[0] > 0, earlier[0], later[0]),),
+        (ends,),
+        reverse=True,
+    )
+    return nearest[0] - 1
+
+
 def segment_sum(
     x: Num[Array, "*R T"], starts: Bool[Array, "*R T"] | None = None
 ) -> Num[Array, "*R T"]:
     """The sum over a position's whole segment, the same value at all its positions."""
     if starts is None:
         return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
-    ends = jnp.concatenate([starts[..., 1:], jnp.ones_like(starts[..., :1])], axis=-1)
 
     def latest(later, earlier):  # reverse scan: the first operand is later in time
         value = jnp.where(earlier[0], earlier[1], later[1])
         return later[0] | earlier[0], value
 
     sums = running_sum(x, starts)
-    return _scan(latest, (ends, sums), reverse=True)[1]
+    return _scan(latest, (_ends(starts), sums), reverse=True)[1]
+
+
+def _ends(starts: Bool[Array, "*R T"]) -> Bool[Array, "*R T"]:
+    """Last positions of the segments that begin at `starts`."""
+    return jnp.concatenate([starts[..., 1:], jnp.ones_like(starts[..., :1])], axis=-1)
 
 
 def _scan(

@@ -74,6 +74,11 @@ def uses_roles(config: ConfigDict) -> bool:
     return config.lora.routed or weighed
 
 
+def cuts_turns(config: ConfigDict) -> bool:
+    """StepPO's steps are the thoughts and calls of a turn."""
+    return config.objective.step == "role"
+
+
 def make_router(
     config: ConfigDict, tokenizer: PreTrainedTokenizerFast, size: int
 ) -> Router | None:
@@ -82,14 +87,19 @@ def make_router(
     The fund assistant's answer calls its tool under `action`, all others call tools in
     the config's protocol.
     """
-    if not uses_roles(config):
+    if not uses_roles(config) and not cuts_turns(config):
         return None
     fund = config.tools.environment == "fund"
     return Router(tokenizer, "action" if fund else config.tools.protocol, size)
 
 
-def make_estimator(config: ConfigDict, has_tools: bool) -> Estimator:
-    """How the config's rewards become advantages, and which rows carry loss."""
+def make_estimator(
+    config: ConfigDict, has_tools: bool, router: Router | None = None
+) -> Estimator:
+    """How the config's rewards become advantages, and which rows carry loss.
+
+    `router`: what `make_router` made of the same config.
+    """
     choices, rollout = config.objective, config.rollout
     dr_grpo = choices.estimator == "dr_grpo"
     return Estimator(
@@ -102,6 +112,7 @@ def make_estimator(config: ConfigDict, has_tools: bool) -> Estimator:
         has_tools=has_tools,
         gamma=choices.gamma,
         lam=choices.lam,
+        router=router if cuts_turns(config) else None,
         norm_scope=choices.norm_scope,
         turn_weight=choices.turn_weight,
         format_penalty=choices.format_penalty,
