@@ -9,7 +9,7 @@ the one below has not been run to its end yet
 Command: python run.py --config=configs/quickstart.py
 
 Variants
-  long   30 steps, evaluated on 400 held-out tasks
+  long   60 steps, evaluated on 400 held-out tasks
 """
 
 from ml_collections import ConfigDict
@@ -52,4 +52,4 @@ def get_config(variants: str = "") -> ConfigDict:
 
 def _long(config: ConfigDict) -> None:
     config.data.num_eval_tasks = 400
-    config.train.num_steps = 30
+    config.train.num_steps = 60
