@@ -84,6 +84,22 @@ def test_a_real_environment_of_the_package(opened):
         assert not environment.prediction(task, wrong)["correct"]
 
 
+def test_an_answer_is_no_code_for_the_trainer(opened, tmp_path):
+    """ReasoningGymEnv judges in the sandbox; its own scorer would run the answer."""
+    sizes = {"num_train_examples": 2, "num_eval_examples": 1}
+    environment = opened(
+        lambda: vf.ReasoningGymEnv("polynomial_multiplication", **sizes)
+    )
+    marker = tmp_path / "marker"
+    task = environment.tasks("train")[0]
+    code = f"__import__('pathlib').Path({str(marker)!r}).touch()"
+    assert play(environment, task, answer=f"<answer>{code}</answer>").reward.total == 0
+    assert not marker.exists()
+    gold = environment._env.rg_dataset[int(task.columns["answer"])]["answer"]
+    right = play(environment, task, answer=f"<answer>{gold}</answer>")
+    assert right.reward.total == 1.0
+
+
 def test_a_tool_environment(opened):
     environment = opened(lambda: shop.load_environment(2))
     assert environment.max_reward == 1.2

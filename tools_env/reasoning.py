@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tools_env import reasoning_scorer
 from tools_env.protocol import Task
 
 SYSTEM_PROMPT = r"Solve with the python tool. Then answer in \boxed{}."
@@ -167,15 +168,10 @@ def reasoning_gym_tasks(
 def score_reasoning_gym(name: str, entry: Mapping[str, Any], answer: str) -> float:
     """1.0 if the data set's own scorer gives full marks, else 0.0.
 
-    Partial credit is no credit, and an answer that the scorer fails on is wrong.
+    Partial credit is no credit, and an answer that the scorer fails on is wrong. It
+    runs in a sandbox: `tools_env.reasoning_scorer` has the rules.
     """
-    from reasoning_gym import get_score_answer_fn
-
-    scorer = get_score_answer_fn(name)
-    try:
-        return float(scorer(answer, entry) >= 1.0)
-    except Exception:
-        return 0.0
+    return float(reasoning_scorer.score(name, entry, answer) >= 1.0)
 
 
 def solving_program(name: str, entry: Mapping[str, Any]) -> str | None:

@@ -19,7 +19,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tools_env import background
+from tools_env import background, reasoning_scorer
 from tools_env.calls import prose
 from tools_env.dispatch import dispatch
 from tools_env.fund.environment import NoTools
@@ -60,6 +60,8 @@ class VerifiersEnvironment:
         with _kept_signals():  # an environment takes SIGINT and SIGTERM over
             self._env = make()
         self._check()
+        if type(self._env).__name__ == "ReasoningGymEnv":
+            _score_in_sandbox(self._env)
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
         self._protocol = protocol
@@ -245,6 +247,19 @@ class VerifiersSession:
         self._history += owner._heard(self._history[-1], [text])
         status = "error" if caught else "ok"
         return ToolResult(status, text, final=final is not None)
+
+
+def _score_in_sandbox(env: Any) -> None:
+    """Judge answers outside this process: some of reasoning-gym's scorers run them."""
+    specs = [env.gym] if isinstance(env.gym, str) else env.gym
+    options = {s["name"]: s.get("config", {}) for s in specs if isinstance(s, Mapping)}
+
+    def score_answer(answer: str, entry: Mapping[str, Any]) -> float:
+        name = entry["metadata"]["source_dataset"]
+        return reasoning_scorer.score(name, entry, answer, options.get(name))
+
+    reasoning_scorer.start().close()  # not within the deadline of the first reward
+    env.rg_dataset.score_answer = score_answer
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The trainer's side of the sandbox's processes: workers and the sessions they fork.
 
-One worker a level is started when it is first needed and kept for the trainer's life;
-it is an isolated parent with numpy and sympy imported (see `worker`). A session is a
+One worker a level (and set of further modules) is started when it is first needed and
+kept for the trainer's life; it is an isolated parent with numpy and sympy imported (see
+`worker`). A session is a
 fork of it, with a control socket, an output pipe and a work folder of its own.
 """
 
@@ -33,6 +34,7 @@ _PROGRAM = (
     f"import sys; sys.path.append({os.path.dirname(_PACKAGE)!r}); "
     "from tools_env.sandbox import worker; sys.path.pop(); worker.main()"
 )
+PRELOADED = ("numpy", "numpy.random", "sympy")
 SEALED = ("namespace", "bubblewrap")  # levels with a file system of their own
 _START_S = 60.0  # a loaded machine may take long to start an interpreter
 _STOP_S = 2.0  # grace for a session to kill everything before it is killed itself
@@ -49,10 +51,16 @@ class WorkerLost(SandboxUnavailable):
 class Worker:
     """The process that sessions of one level are forked from.
 
-    `wrap` is a command to start it with, `preload` whether it imports numpy and sympy.
+    `wrap` is a command to start it with, `preload` the modules that it imports.
     """
 
-    def __init__(self, level: str, *, wrap: list[str] | None = None, preload=True):
+    def __init__(
+        self,
+        level: str,
+        *,
+        wrap: list[str] | None = None,
+        preload: tuple[str, ...] = PRELOADED,
+    ):
         self.hub, inner = socket.socketpair()
         self._lock = threading.Lock()
         self._number = 0
@@ -113,16 +121,17 @@ class Worker:
         self.hub.sendall(body)
 
 
-_workers: dict[str, Worker] = {}
+_workers: dict[tuple[str, tuple[str, ...]], Worker] = {}
 _workers_lock = threading.Lock()
 
 
-def shared_worker(level: str) -> Worker:
-    """The running worker of a level, started if there is none."""
+def shared_worker(level: str, more: tuple[str, ...] = ()) -> Worker:
+    """The running worker of a level with `more` modules; started if there is none."""
     with _workers_lock:
-        worker = _workers.get(level)
+        worker = _workers.get((level, more))
         if worker is None:
-            worker = _workers[level] = Worker(level)
+            worker = Worker(level, preload=(*PRELOADED, *more))
+            _workers[level, more] = worker
         return worker
 
 
@@ -143,14 +152,14 @@ def bubblewrapped_worker(file_mb: int) -> Worker:
     for folder, size_mb in ((WORK, file_mb), ("/dev/shm", 16)):
         command += ["--size", str(size_mb << 20), "--tmpfs", folder]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
-    return Worker("bubblewrap", wrap=command, preload=False)
+    return Worker("bubblewrap", wrap=command, preload=())
 
 
-def forget_worker(level: str, worker: Worker) -> None:
+def forget_worker(worker: Worker) -> None:
     """Drop a worker that has died, so that the next session starts another."""
     with _workers_lock:
-        if _workers.get(level) is worker:
-            del _workers[level]
+        for key in [key for key, kept in _workers.items() if kept is worker]:
+            del _workers[key]
     worker.stop()
 
 
@@ -168,11 +177,12 @@ if hasattr(os, "register_at_fork"):
 class Session:
     """A started session, its control socket, its output pipe and its end."""
 
-    def __init__(self, level: str, limits: dict):
+    def __init__(self, level: str, limits: dict, preload: tuple[str, ...] = ()):
         own = level == "bubblewrap"
-        self._level = level
         self._worker = (
-            bubblewrapped_worker(limits["file_mb"]) if own else shared_worker(level)
+            bubblewrapped_worker(limits["file_mb"])
+            if own
+            else shared_worker(level, preload)
         )
         folder = None if level in SEALED else _make_folder()
         work = WORK if folder is None else os.path.join(folder, "work")
@@ -215,7 +225,7 @@ class Session:
         self.end(output)
         if hello == b"E":
             raise SandboxUnavailable(output.text(""))
-        forget_worker(self._level, self._worker)
+        forget_worker(self._worker)
         raise WorkerLost("the process that forks sessions has died")
 
     def exchange(self, code: bytes, deadline: float, output: CappedOutput) -> dict:

@@ -53,7 +53,9 @@ class PythonSandbox:
 
     `timeout_s` is wall time a call, `memory_mb` the limit of a process and of all
     together, `output_bytes` the cap on a result's UTF-8 text. With `stateful` variables
-    and imports stay between calls, else every call has a new interpreter.
+    and imports stay between calls, else every call has a new interpreter. `preload`
+    names modules that the process which sessions are forked from imports besides numpy
+    and sympy.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class PythonSandbox:
         max_processes: int = 32,
         file_mb: int = 64,
         level: str | None = None,
+        preload: tuple[str, ...] = (),
     ):
         for name, value, least in (
             ("timeout_s", timeout_s, 0.001),
@@ -89,6 +92,7 @@ class PythonSandbox:
             "file_mb": file_mb,
         }
         self._wanted = level
+        self._preload = preload
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._closed = False
@@ -142,9 +146,9 @@ class PythonSandbox:
     def _start(self) -> Session:
         level = strongest_level() if self._wanted is None else self._wanted
         try:
-            session = Session(level, self._limits)
+            session = Session(level, self._limits, self._preload)
         except WorkerLost:
-            session = Session(level, self._limits)
+            session = Session(level, self._limits, self._preload)
         self.level = level
         return session
 

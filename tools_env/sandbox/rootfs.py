@@ -43,6 +43,8 @@ def enter() -> None:
     # Before the old root goes: without one in sight the kernel allows no new /proc.
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     check(libc.umount2(b"/mnt", _MNT_DETACH), "umount")
+    # For preloaded modules that want to write; every session mounts its own over it.
+    _mount("tmpfs", WORK, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4m,mode=0700")
 
 
 def add_private(file_mb: int, uid: int, gid: int) -> None:

@@ -26,7 +26,6 @@ from tools_env.sandbox import interpreter, isolation, keeper, paths
 if isolation.LINUX:
     from tools_env.sandbox import filters, rootfs
 
-_PRELOADED = ("numpy", "numpy.random", "sympy")
 _GRACE_S = 2.0  # for sessions to end by themselves when the trainer has gone
 
 
@@ -40,8 +39,7 @@ def main() -> None:
         hub.sendall(f"E{type(error).__name__}: {error}".encode())
         os._exit(1)
     hub.sendall(b"R")
-    if config["preload"]:
-        _preload()
+    _preload(config["preload"])
     Server(hub, config["level"], serial, readable).serve()
     os._exit(0)
 
@@ -72,12 +70,12 @@ def _fork_and_wait(*given: socket.socket) -> None:
         os._exit(0)
 
 
-def _preload() -> None:
+def _preload(names: list[str]) -> None:
     """Import what sessions share; the collector leaves those pages alone from now on.
 
     Not outside Linux: other systems' libraries need not survive a fork.
     """
-    for name in _PRELOADED if isolation.LINUX else ():
+    for name in names if isolation.LINUX else ():
         try:
             __import__(name)
         except Exception:  # not installed here, or broken: sessions work without it
