@@ -176,6 +176,20 @@ def _gradient_not_finite(rows: Sequence[Row]) -> Alarm | None:
     )
 
 
+def _nonfinite_tokens(rows: Sequence[Row]) -> Alarm | None:
+    share = rows[-1].get("nonfinite_tokens", 0.0)
+    if share <= 0.0:
+        return None
+    return Alarm(
+        "nonfinite_tokens",
+        f"{share:.2%} of the sampled tokens have no finite log-prob, advantage or "
+        "weight and were left out of the loss. The sampler and the trainer disagree "
+        "about what is possible, or activations overflow: use model.dtype='float32', "
+        "lower train.learning_rate, look at rollout.top_p and the base weights",
+        severe=False,
+    )
+
+
 def _logprob_gap(rows: Sequence[Row]) -> Alarm | None:
     gap = rows[-1].get(GAP, 0.0)
     if gap <= LOGPROB_GAP:
@@ -310,6 +324,7 @@ RULES = (
     _no_gradient,
     _gradient_explosion,
     _gradient_not_finite,
+    _nonfinite_tokens,
     _logprob_gap,
     _entropy_blowup,
     _reward_ceiling,

@@ -22,6 +22,7 @@ WATCHED = (
     "frac_group_identical",
     "grad_norm",
     "update/skipped",
+    "nonfinite_tokens",
     "tools/call_rate",
     "tools/malformed_frequency",
     "tools/invalid_frequency",

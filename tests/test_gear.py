@@ -186,6 +186,24 @@ def test_advantages_are_weighted_where_there_is_a_teacher(parts, examples):
     assert shown["gear/divergence"] > 0 and 0 < shown["gear/anchors"] < 1
 
 
+def test_a_teachers_infinite_log_prob_leaves_the_divergence_of_the_others(
+    parts, examples
+):
+    graph, adapters, base = parts
+    teacher = Teacher(told, LENGTH, 1.0, **LIMITS)
+    found, _ = teacher.taught(examples, scorer(parts), packed)
+    batch = packed(found)[0][0]
+    known = np.array(batch.action_mask & np.isfinite(batch.teacher_logprobs))
+    where = tuple(np.argwhere(known)[0])
+    bad = batch.replace(teacher_logprobs=batch.teacher_logprobs.at[where].set(-np.inf))
+    gap = np.abs(batch.teacher_logprobs - scorer(parts)(batch))
+    known[where] = False
+    _, metrics = teacher.weigh(graph, adapters, base, bad)
+    total, count = metrics["gear/divergence"]
+    assert count == known.sum() > 0
+    np.testing.assert_allclose(total, gap[known].sum(), rtol=1e-5)
+
+
 def test_a_teacher_that_knows_no_more_leaves_every_advantage(parts, examples):
     graph, adapters, base = parts
     prompts = {e.trajectory.task.id: e.trajectory.prompt for e in examples}

@@ -166,3 +166,22 @@ def test_whole_model_with_either_head(tied, temperature):
     chosen, spread = reference(flat, eye, tokens, first, 1.0)
     np.testing.assert_allclose(np.where(first, got, 0), chosen, atol=1e-5)
     np.testing.assert_allclose(np.where(first, entropy, 0), spread, atol=1e-5)
+
+
+@pytest.mark.parametrize("entropy_slope", [False, True])
+def test_a_masked_token_that_is_not_finite_spoils_no_gradient(entropy_slope):
+    """An infinite hidden state: its log-prob is NaN, and the loss leaves it out."""
+    hidden, head, tokens, mask = inputs(CHUNK + 3, share=1.0)
+    hidden[0, 5] = np.inf
+
+    def total(hidden):
+        found = token_logprobs(
+            *(hidden, jnp.asarray(head), jnp.asarray(tokens), jnp.asarray(mask), 1.0),
+            entropy_slope=entropy_slope,
+        )
+        return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0.0)) for x in found), found
+
+    slope, (logprobs, _) = jax.jit(jax.grad(total, has_aux=True))(jnp.asarray(hidden))
+    assert np.isnan(logprobs[0, 5]) and np.isfinite(logprobs).sum() == mask.size - 1
+    assert np.isfinite(slope).all() and (np.asarray(slope)[0, 5] == 0).all()
+    assert np.abs(slope).max() > 0.1

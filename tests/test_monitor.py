@@ -21,6 +21,7 @@ def healthy(step, noise):
         "frac_advantage_zero": 0.1,
         "grad_norm": 0.4 * noise.lognormvariate(0, 0.5),
         "update/skipped": 0.0,
+        "nonfinite_tokens": 0.0,
         "tools/call_rate": min(0.85 - 0.0002 * step + noise.gauss(0, 0.04), 1),
         "tools/malformed_frequency": abs(noise.gauss(0.04, 0.03)),
         "tools/invalid_frequency": abs(noise.gauss(0.02, 0.02)),
@@ -97,6 +98,7 @@ FAULTS = {
     "no_gradient": {"grad_norm": lambda s: 0.4 if s < 30 else 0.0},
     "gradient_explosion": {"grad_norm": lambda s: 25.0 if s == 40 else 0.4},
     "gradient_not_finite": {"update/skipped": lambda s: float(s == 7)},
+    "nonfinite_tokens": {"nonfinite_tokens": lambda s: 1e-4 if s == 9 else 0.0},
     "no_calls": {"tools/call_rate": lambda s: 0.0},
     "malformed_calls": {"tools/malformed_frequency": lambda s: 0.05 if s < 20 else 0.4},
     "logprob_gap": {GAP: lambda s: 0.2},
@@ -124,12 +126,14 @@ FAULTS = {
         "reward": lambda s: 0.5 - 0.003 * s,
     },
 }
+NOTICES = {"some_flat_groups", "call_rate_falling", "nonfinite_tokens"}
 FIRST = {  # the step at which the fault is seen
     "flat_groups": 5,
     "some_flat_groups": 5,
     "no_gradient": 34,
     "gradient_explosion": 40,
     "gradient_not_finite": 7,
+    "nonfinite_tokens": 9,
     "no_calls": 3,
     "malformed_calls": 23,
     "logprob_gap": 1,
@@ -158,7 +162,7 @@ def test_every_alarm_says_what_why_and_what_to_do():
         rows = series(80, **faults)
         (alarm,) = [a for r in rows for a in watcher.check(r["step"], r)]
         assert alarm.name == name and len(alarm.message) > 100
-        assert alarm.severe == (name not in {"some_flat_groups", "call_rate_falling"})
+        assert alarm.severe == (name not in NOTICES)
 
 
 def test_collapse_names_both_rates_and_both_rewards():

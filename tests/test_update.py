@@ -279,6 +279,23 @@ def test_ME1_metrics_are_divided_once(parts, batches):
     np.testing.assert_allclose(together[f"{name}/max"], gap.max(), rtol=1e-5)
 
 
+def test_one_bad_log_prob_is_counted_and_the_other_tokens_are_learned_from(
+    parts, batches
+):
+    where = tuple(np.argwhere(np.asarray(batches[0].action_mask))[0])
+    bad = batches[0].replace(old_logprobs=batches[0].old_logprobs.at[where].set(np.nan))
+    without = batches[0].replace(
+        action_mask=batches[0].action_mask.at[where].set(False)
+    )
+    got, same = gradient(parts, [bad], PLAIN), gradient(parts, [without], PLAIN)
+    assert_same(got, same)
+    _, shown = step(parts, [bad], PLAIN)
+    count = int(batches[0].action_mask.sum())
+    np.testing.assert_allclose(shown["nonfinite_tokens"], 1 / count, rtol=1e-5)
+    assert shown["update/skipped"] == 0 and np.isfinite(list(shown.values())).all()
+    assert "sampling/sampling_logp_difference/mean" in shown
+
+
 def digest(state):
     total = hashlib.sha256()
     for x in jax.tree.leaves(state):

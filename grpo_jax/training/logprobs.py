@@ -175,10 +175,17 @@ def _head_rows(weights, head, tied):
 
 def _chunk_backward(temperature, tied, entropy_slope, residuals, cotangents):
     direction, spread, like = residuals
-    gradient = direction * cotangents[0][..., None]
+    gradient = _along(direction, cotangents[0])
     if entropy_slope:
-        gradient += spread * cotangents[1][..., None]
+        gradient += _along(spread, cotangents[1])
     return gradient.astype(like.dtype), None, None
+
+
+def _along(direction, cotangent):
+    """Their product, 0 where nothing is asked for: a token that is not finite, which
+    the loss has masked, must not make NaN * 0 of the whole gradient."""
+    cotangent = cotangent[..., None]
+    return jnp.where(cotangent == 0, 0.0, direction * cotangent)
 
 
 _chunk.defvjp(_chunk_forward, _chunk_backward)

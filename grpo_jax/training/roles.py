@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from grpo_jax.types import TrajectoryBatch
 from tools_env.roles import ROLES
@@ -35,10 +35,17 @@ def role_metrics(entropy: Float[Array, "B T"], batch: TrajectoryBatch) -> dict:
     metrics, total = {}, _count(batch.action_mask)
     for i, role in enumerate(ROLES):
         own = batch.action_mask & (batch.roles == i)
-        entropies = jnp.sum(jnp.where(own, entropy, 0.0))
-        metrics[f"entropy/{role}"] = entropies, _count(own)
+        metrics[f"entropy/{role}"] = mean_pair(entropy, own)
     metrics["roles/tool_share"] = _count(own), total
     return metrics
+
+
+def mean_pair(
+    values: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> tuple[jax.Array, jax.Array]:
+    """(sum, count) of the finite values where the mask is True."""
+    use = mask & jnp.isfinite(values)
+    return jnp.sum(jnp.where(use, values, 0.0)), _count(use)
 
 
 def _count(mask: jax.Array) -> jax.Array:

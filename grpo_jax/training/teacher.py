@@ -21,6 +21,7 @@ from grpo_jax.models import lora
 from grpo_jax.rollout.chat import Chat
 from grpo_jax.training.batching import Example, Packer, unpack
 from grpo_jax.training.logprobs import batch_logprobs
+from grpo_jax.training.roles import mean_pair
 from grpo_jax.types import Segment, Source, TrajectoryBatch
 from tools_env.protocol import Environment, Task
 
@@ -109,11 +110,11 @@ def _weigh(graph, adapters, base, batch, options, *, temperature):
         segment_ids=batch.segment_ids,
         **options,
     )
-    known = batch.action_mask & jnp.isfinite(batch.teacher_logprobs)
-    gap = jnp.where(known, jnp.abs(batch.teacher_logprobs - logprobs), 0.0)
-    count = jnp.sum(known).astype(jnp.float32)
+    gap, count = mean_pair(
+        jnp.abs(batch.teacher_logprobs - logprobs), batch.action_mask
+    )
     metrics = {
-        "gear/divergence": (jnp.sum(gap), count),
+        "gear/divergence": (gap, count),
         "gear/anchors": (jnp.sum(anchors).astype(jnp.float32), count),
     }
     return batch.replace(advantages=batch.advantages * weights), metrics

@@ -1,13 +1,14 @@
 """What a forward pass shows of a batch's tokens, whatever its loss makes of them.
 
-Pairs are (sum, weight); a bare number is a maximum.
+Pairs are (sum, weight); a bare number is a maximum. A number that is not finite leaves
+sum and weight, or one bad token would hide the rest; `nonfinite_tokens` counts it.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpo_jax import objective
-from grpo_jax.training.roles import role_metrics
+from grpo_jax.training.roles import mean_pair, role_metrics
 from grpo_jax.types import TrajectoryBatch
 
 GAP = "sampling/sampling_logp_difference"
@@ -18,9 +19,7 @@ def token_metrics(
     entropy: Float[Array, "B T"], batch: TrajectoryBatch, by_role: bool
 ) -> dict:
     """The entropy, and by role."""
-    mask = batch.action_mask
-    total = jnp.sum(jnp.where(mask, entropy, 0.0))
-    metrics = {"entropy": (total, jnp.sum(mask).astype(jnp.float32))}
+    metrics = {"entropy": mean_pair(entropy, batch.action_mask)}
     return metrics | (role_metrics(entropy, batch) if by_role else {})
 
 
@@ -32,9 +31,9 @@ def policy_metrics(
 ) -> dict:
     """Ratios by position, and the distance of the old policy to the sampler."""
     mask = batch.action_mask
-    gap = jnp.where(mask, jnp.abs(old - batch.sampler_logprobs), 0.0)
-    count = jnp.sum(mask).astype(jnp.float32)
-    metrics = {f"{GAP}/mean": (jnp.sum(gap), count), f"{GAP}/max": jnp.max(gap)}
+    gap = jnp.abs(old - batch.sampler_logprobs)
+    largest = jnp.max(jnp.where(mask & jnp.isfinite(gap), gap, 0.0))
+    metrics = {f"{GAP}/mean": mean_pair(gap, mask), f"{GAP}/max": largest}
     sums, counts, maxima = objective.ratio_by_position(
         logprobs,
         old,
