@@ -3,10 +3,11 @@
 Every figure stands beside its bound. Times are wall clock (parsing: CPU seconds of this
 process), so run it on a quiet machine.
 
-Command: python -m bench.tools [--sessions=64] [--calls=300] [--tokenizer=FOLDER ...]
+Command: python -m bench.tools [--sessions=64] [--calls=300]
+         python -m bench.tools --tokenizer smollm2-135m
 
---tokenizer names folders or hub ids of tokenizers with which to count a call's tokens
-in both protocols.
+--tokenizer names models (folders, hub ids or smollm2-135m) with whose tokenizers to
+count the tokens of a call in both protocols, and nothing else.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import statistics
 import time
 from pathlib import Path
 
+from configs import base
 from tools_env import PythonSandbox, ToolPool, ToolResult
 from tools_env.calls import PROTOCOLS, format_tool_call, parse_tool_calls
 from tools_env.fund import FundBankEnvironment, generate_bank_tasks
@@ -40,6 +42,10 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--tokenizer", nargs="*", default=[])
     options = parser.parse_args()
+    for source in options.tokenizer:
+        show_tokens(source)
+    if options.tokenizer:
+        return
     print(f"sandbox level: {strongest_level()}")
     warm, session = sandbox_times(options.calls)
     show("warm sandbox call, median", warm * 1e3, "ms", 5)
@@ -50,10 +56,10 @@ def main() -> None:
         small, large = parse_time(protocol, 100_000), parse_time(protocol, 2_000_000)
         show(f"parse of 100 kB, {protocol}", small * 1e3, "ms", 20)
         show(f"parse of 2 MB over 20 of 100 kB, {protocol}", large / small / 20, "", 2)
-    show("16 calls of 0.5 s in one batch", batch_time(), "s", 1.2)
+    workers = base.get_config().tools.workers
+    name = f"16 calls of 0.5 s in one batch, {workers} workers"
+    show(name, batch_time(workers), "s", 1.2)
     show("fund: new bank and one call, median", fund_time() * 1e3, "ms", 2)
-    for source in options.tokenizer:
-        show_tokens(source)
 
 
 def show(name: str, value: float, unit: str, bound: float | None) -> None:
@@ -118,12 +124,14 @@ def parse_time(protocol: str, size: int) -> float:
     return min(times)
 
 
-def batch_time() -> float:
+def batch_time(workers: int) -> float:
+    """Seconds of 16 calls of a turn in a pool of the default size."""
+
     def wait(_: int) -> ToolResult:
         time.sleep(0.5)
         return ToolResult("ok", "")
 
-    with ToolPool(16, 10.0) as pool:
+    with ToolPool(workers, 10.0) as pool:
         start = time.perf_counter()
         ticket = pool.submit_turn(wait, range(16), parallel=True)
         while not ticket.done:
@@ -144,9 +152,9 @@ def fund_time() -> float:
 
 
 def show_tokens(source: str) -> None:
-    from transformers import AutoTokenizer
+    from grpo_jax.models import load_tokenizer  # slow to import
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(source)
     for protocol in PROTOCOLS:
         counts = [
             len(

@@ -120,6 +120,8 @@ def get_config() -> ConfigDict:
     config.reward.functions = ()  # dotted paths of your own; () : the environment's
     config.reward.weights = ()  # one a function; (): all 1
     config.reward.maxima = ()  # the most each function can give; (): not declared
+    config.reward.timeout_s = 60.0  # seconds of an async function of yours for a batch;
+    # late: it abstains on the batch, and rewards/NAME/failed counts it
     config.reward.allow_unreachable = False  # a virtual reward above that is accepted
     config.reward.overuse_penalty = 0.3  # fund: an uncalled-for check_market_status
     config.reward.overuse = ()  # (tool, condition, penalty) each; the condition is the
@@ -150,7 +152,7 @@ def get_config() -> ConfigDict:
     config.tools.timeout_s = 10.0  # seconds a call
     config.tools.memory_mb = 512  # MiB a sandbox process
     config.tools.output_bytes = 16384  # bytes kept of what a sandboxed call prints
-    config.tools.workers = 4  # calls that run at a time
+    config.tools.workers = 16  # calls that run at a time
     config.tools.max_calls_per_turn = 4  # calls beyond these are answered by an error
     config.tools.max_result_chars = 2048  # characters of a result the model sees
     config.tools.stateful = True  # python: variables live through the trajectory

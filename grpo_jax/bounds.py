@@ -95,6 +95,7 @@ BOUNDS = {
     "critic.max_grad_norm": (1e-12, None),
     "critic.clip": (0, None),
     "objective.role_gradients_every": (0, None),
+    "reward.timeout_s": (0.001, None),
     "reward.overuse_penalty": (0, None),
     "reward.parsed": (0, None),
     "reward.schema_valid": (0, None),

@@ -30,6 +30,7 @@ def make_rewards(config: ConfigDict) -> RewardSet | None:
         functions,
         list(keys.weights) or None,
         maxima=list(keys.maxima) or None,
+        timeout_s=float(keys.timeout_s),
     )
 
 

@@ -55,6 +55,17 @@ def test_TC4_values_arrive_exactly():
     ]
 
 
+@pytest.mark.parametrize(
+    "literal",
+    ["0.1", "-0.10", "1e22", "1E+2", "2.50e-3", "0.0", "-0.0", "0e-999", "5e-324"]
+    + ["9007199254740992.0", "1.7976931348623157e308", "0.30000000000000004"],
+)
+def test_TC4_decimals_that_a_float_holds_arrive(literal):
+    (parsed,) = parse_tool_calls(call("f").replace("{}", f'{{"a": {literal}}}'))
+    assert parsed == ToolCall("f", {"a": float(literal)})
+    assert str(parsed.arguments["a"])[0] == "-" or literal[0] != "-"
+
+
 def test_TC4_written_calls_keep_characters():
     original = ToolCall("f", {"id": 9007199254740993, "city": "北京 ☀️", "code": "a\nb"})
     written = format_tool_call(original)
@@ -100,6 +111,17 @@ def test_longer_fence_holds_shorter_ones():
         ('{"name": "f", "arguments": {"a": NaN}}', "NaN"),
         ('{"name": "f", "arguments": {"a": -Infinity}}', "-Infinity"),
         ('{"name": "f", "arguments": {"a": 1e999}}', "out of range"),
+        ('{"name": "f", "arguments": {"a": 1e-400}}', "would become 0.0"),
+        ('{"name": "f", "arguments": {"a": -1e-999999999999999999999}}', "become -0.0"),
+        (
+            '{"name": "f", "arguments": {"a": 9007199254740993.0}}',
+            "would become 9007199254740992.0",
+        ),
+        ('{"name": "f", "arguments": {"a": 0.30000000000000001}}', "become 0.3"),
+        (
+            '{"name": "f", "arguments": {"a": 3.14159265358979323846}}',
+            "which is another one",
+        ),
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "too many digits"),
         ('{"name": "f", "arguments": {"a": "\\ud800"}}', "surrogate"),
         ('{"name": "f", "arguments": {"a": "\ud800"}}', "surrogate"),

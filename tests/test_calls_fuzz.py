@@ -7,6 +7,7 @@ Half of the turns are in each protocol. The slow tests run a share of the full c
 import json
 import random
 import time
+from decimal import Decimal
 
 import counts
 import pytest
@@ -43,6 +44,10 @@ JSON += [
     "Infinity",
     "-0",
     "1e999",
+    "1e-400",
+    "9007199254740993.0",
+    "0.1",
+    "-0.30000000000000001",
     "1.5",
     "\\",
     "\\u",
@@ -63,6 +68,7 @@ OTHER = [
 ]
 OTHER += ["Let me see. ", "The answer is 4.", "\\boxed{4}", "`", "@", "<", ">", "\t"]
 PIECES = MARKS + JSON + OTHER
+SECONDS_A_TURN = 0.25  # CPU time of this thread; a turn here has at most 100 kB
 Anything = dict | list | str | int | float | bool | None
 
 
@@ -120,9 +126,25 @@ def turn(rng, protocol):
     return mutated(rng, text), None
 
 
+def same(read, found):
+    """Whether values are those that were read with decimals for floats, types too."""
+    match read:
+        case Decimal():
+            return type(found) is float and Decimal(repr(found)) == read
+        case dict():
+            return list(read) == list(found) and all(
+                same(one, found[key]) for key, one in read.items()
+            )
+        case list():
+            return len(read) == len(found) and all(map(same, read, found))
+    return type(read) is type(found) and read == found
+
+
 def check_turn(rng, protocol):
     text, calls = turn(rng, protocol)
+    start = time.thread_time()
     parsed = parse_tool_calls(text, protocol)
+    assert time.thread_time() - start < SECONDS_A_TURN, text
     if calls is not None:
         assert parsed == calls
     for found, start, end in _blocks(text, protocol):
@@ -132,12 +154,12 @@ def check_turn(rng, protocol):
         # The standard library reads the same place in the text as the same values.
         written = text[start:end]
         body = written[written.index("{") : written.rindex("}") + 1]
-        read = json.loads(body, strict=False)
+        read = json.loads(body, strict=False, parse_float=Decimal)
         if protocol == "compact":
-            assert read == found.arguments
+            assert same(read, found.arguments)
             assert written[: written.index("{")].strip() == f"@{found.name}"
         else:
-            assert read == {"name": found.name, "arguments": found.arguments}
+            assert same(read, {"name": found.name, "arguments": found.arguments})
         json.dumps(found.arguments, ensure_ascii=False, allow_nan=False).encode()
 
 

@@ -79,7 +79,7 @@ def assert_same_run(workdir, finished):
         assert (workdir / "rollouts" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_killed_ten_times_a_run_ends_as_if_it_had_not_been(
+def test_CK1_killed_ten_times_a_run_ends_as_if_it_had_not_been(
     folder, nursery, arguments, finished
 ):
     assert [row["step"] for row in same_metrics(finished / "metrics.jsonl")] == list(

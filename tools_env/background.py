@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -23,10 +25,11 @@ class Late(Exception):
 def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
     """Run a coroutine on the background loop; its value, or its exception.
 
-    Raises Late when it takes longer than `timeout_s` seconds; it is cancelled then. Not
-    to be called on the loop itself.
+    What is no Exception, such as SystemExit, becomes a RuntimeError: it is the error of
+    this call and ends neither the loop nor the caller. Raises Late when it takes longer
+    than `timeout_s` seconds; it is cancelled then. Not to be called on the loop itself.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop())
+    future = asyncio.run_coroutine_threadsafe(_contained(coroutine), loop())
     try:
         return future.result(timeout_s)
     except TimeoutError:
@@ -34,6 +37,15 @@ def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> 
             raise  # its own
         future.cancel()
         raise Late(f"no result within {timeout_s:g} s") from None
+
+
+async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def loop() -> asyncio.AbstractEventLoop:
@@ -50,7 +62,13 @@ def loop() -> asyncio.AbstractEventLoop:
 
 def _serve(served: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(served)
-    served.run_forever()
+    while True:
+        try:
+            served.run_forever()
+            break
+        except (SystemExit, KeyboardInterrupt) as error:
+            # From a task that a coroutine started; who awaits it gets it too.
+            _log.warning("a background task raised %r", error)
     for task in asyncio.all_tasks(served):
         task.cancel()
     served.run_until_complete(asyncio.sleep(0))

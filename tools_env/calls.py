@@ -13,8 +13,9 @@ thinking that the prompt had opened: what stood before it is no call.
 
 Where a call ends is decided by the JSON, not by tags or lines, so a string may hold
 anything. Values arrive exactly as written or the block is a MalformedCall: repeated
-keys, NaN, numbers that overflow, lone surrogates and over-deep nesting are refused, and
-the one thing mended is a literal control character (a raw newline in code) in a string.
+keys, NaN, numbers that a float cannot hold (see `_exact`), lone surrogates and
+over-deep nesting are refused, and the one thing mended is a literal control character
+(a raw newline in code) in a string.
 Nothing here raises for any text, and time is linear in its length.
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from tools_env.protocol import MalformedCall, ToolCall
@@ -273,11 +275,29 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _finite(literal: str) -> float:
+def _exact(literal: str) -> float:
+    """The float that a literal with a fraction or exponent denotes.
+
+    Accepted when the float's shortest text is the same decimal number: 0.1 and 1e22
+    are, but 1e999, 1e-400, 9007199254740993.0 and a fraction with more digits than a
+    float keeps (17 at most) would arrive as another number.
+    """
     value = float(literal)
     if not math.isfinite(value):
         raise _Refused(f"the number {literal[:40]} is out of range")
+    written = repr(value)
+    if written != literal and not _same_decimal(written, literal):
+        raise _Refused(
+            f"the number {literal[:40]} would become {written}, which is another one"
+        )
     return value
+
+
+def _same_decimal(written: str, literal: str) -> bool:
+    try:
+        return Decimal(written) == Decimal(literal)
+    except InvalidOperation:  # an exponent beyond what even a Decimal holds
+        return False
 
 
 def _integer(literal: str) -> int:
@@ -294,7 +314,7 @@ def _no_constant(literal: str) -> Any:
 _DECODER = json.JSONDecoder(
     strict=False,
     object_pairs_hook=_unique,
-    parse_float=_finite,
+    parse_float=_exact,
     parse_int=_integer,
     parse_constant=_no_constant,
 )

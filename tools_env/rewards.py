@@ -9,13 +9,13 @@ policy produced (where the caller has them), the trajectories themselves, and ev
 column of the tasks (None where a task lacks it). It gets only the keywords it names,
 or all when it takes `**kwargs`, and returns for each trajectory a number, None to
 abstain, or a list with one number a turn (its sum counts toward the total). It may be
-async.
+async, and then has a deadline for the batch.
 
 An abstaining term is left out of the weighted sum; when every term abstains, so does
 the row (total None). After the start-up check a NaN, an infinity, a value beyond 1e18
-or that is no number, or an exception is an abstention too, and `NAME/failed` in the
-parts is then 1, else 0; a wrong number of values is always an error, since it cannot be
-told which row is whose.
+or that is no number, an exception, or a missed deadline is an abstention too, and
+`NAME/failed` in the parts is then 1, else 0; a wrong number of values is always an
+error, since it cannot be told which row is whose.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class RewardCountError(ValueError):
 class RewardSet:
     """Several reward functions, weighted; the total is sum(weight * value).
 
-    `maxima` declares the most that each can give; `maximum` is then the total's.
+    `maxima` declares the most that each can give; `maximum` is then the total's. An
+    async function has `timeout_s` seconds for a batch (None: as long as it takes).
     """
 
     def __init__(
@@ -51,12 +52,15 @@ class RewardSet:
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
         maxima: Sequence[float] | None = None,
+        *,
+        timeout_s: float | None = None,
     ):
         count = len(functions)
         self.functions = list(functions)
         self.weights = [1.0] * count if weights is None else list(weights)
         self.names = [_name(f) for f in functions] if names is None else list(names)
         self.maxima = None if maxima is None else list(maxima)
+        self.timeout_s = timeout_s
         for what in ("weights", "names", "maxima"):
             given = getattr(self, what)
             if given is not None and len(given) != count:
@@ -111,11 +115,11 @@ class RewardSet:
             ids = None if completion_ids is None else [completion_ids[i]]
             keywords = _keywords([trajectory.task], [trajectory], ids)
             for function, name in zip(self.functions, self.names, strict=True):
-                _check(function, name, keywords, trajectory)
+                _check(function, name, keywords, trajectory, self.timeout_s)
 
     def _values(self, function, name: str, keywords, trajectories) -> list[Any]:
         try:
-            returned = _returned(function, keywords)
+            returned = _returned(function, keywords, self.timeout_s)
         except (Exception, SystemExit) as error:  # its fault must not end a long run
             _log.warning("reward function %s raised %r; it abstains", name, error)
             return [_FAILED] * len(trajectories)
@@ -175,9 +179,15 @@ def completion_messages(trajectory: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _check(function, name: str, keywords: dict[str, list], trajectory: Any) -> None:
+def _check(
+    function,
+    name: str,
+    keywords: dict[str, list],
+    trajectory: Any,
+    timeout_s: float | None,
+) -> None:
     try:
-        returned = _returned(function, keywords)
+        returned = _returned(function, keywords, timeout_s)
     except (Exception, SystemExit) as error:
         calls = sum(len(turn.calls) for turn in trajectory.turns)
         raise ValueError(
@@ -211,11 +221,13 @@ def _keywords(tasks, trajectories, completion_ids) -> dict[str, list]:
     )
 
 
-def _returned(function: Callable[..., Any], keywords: dict[str, list]) -> Any:
-    """Call a function; an async one runs on the background loop."""
+def _returned(
+    function: Callable[..., Any], keywords: dict[str, list], timeout_s: float | None
+) -> Any:
+    """Call a function; an async one runs on the background loop, with the deadline."""
     returned = function(**_accepted(function, keywords))
     if inspect.iscoroutine(returned):
-        returned = background.run(returned)
+        returned = background.run(returned, timeout_s)
     return returned
 
 
