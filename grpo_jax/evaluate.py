@@ -70,6 +70,22 @@ def metrics(
     return values
 
 
+def can_select(name: str, k: int) -> bool:
+    """Whether a metric of this name may choose the best checkpoint, the highest.
+
+    Some categories or levels may turn out not to exist; k samples a task.
+    """
+    parts = name.split("/")
+    match parts:
+        case ["eval", "score" | "tool_accuracy" | "reasoning_score" | "accuracy", _]:
+            return True
+        case ["eval", "accuracy" | "call_rate"]:
+            return True
+        case ["eval", share] | ["eval", share, "low" | "high"]:
+            return share in (f"avg@{k}", f"pass@{k}", f"maj@{k}")
+    return False
+
+
 def _add_one(means: Means, trajectory: Trajectory, seen: dict) -> None:
     columns = trajectory.task.columns
     names = ["all"] + [str(columns["category"])] if "category" in columns else ["all"]

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from grpo_jax import checkpoints, models, policy, setup
+from grpo_jax import models, policy, setup
 from grpo_jax.checkpoints import Saved
 from grpo_jax.config import BadInput
 from grpo_jax.models import Decoder
@@ -44,7 +44,7 @@ def run(config: ConfigDict, workdir: Path, mesh: Mesh, saved: Saved | None) -> N
             f"export.format='{form}': two routed adapters (lora.routed) are not one "
             "set of weights; use 'peft'"
         )
-    model = _trained(config, mesh, saved)
+    model = _trained(config, workdir, mesh, saved)
     place = workdir / PLACES[form]
     partial = place.with_name(f"partial-{place.name}")
     _remove(partial)
@@ -66,14 +66,16 @@ def run(config: ConfigDict, workdir: Path, mesh: Mesh, saved: Saved | None) -> N
     print(place)
 
 
-def _trained(config: ConfigDict, mesh: Mesh, saved: Saved | None) -> Decoder:
+def _trained(
+    config: ConfigDict, workdir: Path, mesh: Mesh, saved: Saved | None
+) -> Decoder:
     model = setup.load_model(config, mesh)
     if saved is None:
-        setup.start_from(config.lora.init_from, model)
+        policy.start_from(config.lora.init_from, model)
         return model
-    policy.check(config, saved)
     adapters = nnx.state(model, nnx.LoRAParam)
-    nnx.update(model, checkpoints.read_adapters(saved, adapters))
+    saved, adapters = policy.read(config, workdir, saved, adapters)
+    nnx.update(model, adapters)
     LOG.info("exporting %s", saved.path)
     return model
 

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from grpo_jax import checkpoints, evaluate, policy, probe, report, suites
+from grpo_jax import evaluate, policy, probe, report, suites
 from grpo_jax.checkpoints import Saved
 from grpo_jax.config import BadInput
 from grpo_jax.metrics import json_text
@@ -44,6 +44,17 @@ def results(
     return values
 
 
+def check_best(config: ConfigDict, before: dict) -> None:
+    """Refuse a `checkpoint.best` of a category or level that no task has."""
+    best = config.checkpoint.best
+    if best and best not in before:
+        known = ", ".join(sorted(k for k in before if "/all" in k or "@" in k))
+        raise BadInput(
+            f"checkpoint.best='{best}' is no held-out metric of this run; some are: "
+            f"{known}"
+        )
+
+
 def run(
     config: ConfigDict,
     workdir: Path,
@@ -55,8 +66,7 @@ def run(
     """Mode eval: a checkpoint, or without one the starting adapters, held out."""
     adapters = job.adapters
     if saved is not None:
-        policy.check(config, saved)
-        adapters = checkpoints.read_adapters(saved, adapters)
+        saved, adapters = policy.read(config, workdir, saved, adapters)
     if config.eval.probe or config.eval.suite:
         part = probe if config.eval.probe else suites
         part.run(config, workdir, job, adapters, key, check)

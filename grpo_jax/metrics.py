@@ -164,21 +164,31 @@ def _open_trackers(trackers: ConfigDict, workdir: Path, step: int) -> list[Track
         "wandb": _open_wandb,
         "trackio": _open_trackio,
     }
-    opened = []
+    # Once for all trackers: at step 0 every call makes a new one.
+    identity = _run_id(workdir, step) if trackers.wandb or trackers.trackio else ""
+    opened: list[Tracker] = []
     for name, opener in openers.items():
         if not trackers[name]:
             continue
         try:
-            opened.append(opener(trackers.project, workdir, step))
-        except ImportError as error:
-            raise BadInput(
-                f"trackers.{name} needs a package that is not installed ({error}): "
-                f"pip install 'grpo_jax[{name}]'"
-            ) from error
+            opened.append(opener(trackers.project, workdir, step, identity))
+        except Exception as error:  # each has types of its own
+            for _, close in opened:
+                close()
+            raise BadInput(_not_opened(name, error)) from error
     return opened
 
 
-def _open_tensorboard(project: str, workdir: Path, step: int) -> Tracker:
+def _not_opened(name: str, error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return (
+            f"trackers.{name} needs a package that is not installed ({error}): "
+            f"pip install 'grpo_jax[{name}]'"
+        )
+    return f"trackers.{name} did not open ({type(error).__name__}: {error})"
+
+
+def _open_tensorboard(project, workdir: Path, step: int, identity) -> Tracker:
     from tensorboardX import SummaryWriter
 
     # purge_step hides what a killed run wrote after the checkpoint it resumes from.
@@ -192,7 +202,7 @@ def _open_tensorboard(project: str, workdir: Path, step: int) -> Tracker:
     return log, writer.close
 
 
-def _open_wandb(project: str, workdir: Path, step: int) -> Tracker:
+def _open_wandb(project: str, workdir: Path, step, identity: str) -> Tracker:
     import wandb
 
     # Online or offline as WANDB_MODE says.
@@ -200,16 +210,16 @@ def _open_wandb(project: str, workdir: Path, step: int) -> Tracker:
         project=project,
         name=workdir.name,
         dir=str(workdir),
-        id=_run_id(workdir, step),
+        id=identity,
         resume="allow",
     )
     return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 
-def _open_trackio(project: str, workdir: Path, step: int) -> Tracker:
+def _open_trackio(project: str, workdir: Path, step, identity: str) -> Tracker:
     import trackio
 
-    name = f"{workdir.name}-{_run_id(workdir, step)}"
+    name = f"{workdir.name}-{identity}"
     run = trackio.init(project=project, name=name, resume="allow")
     return lambda step, numbers: run.log(numbers, step=step), run.finish
 

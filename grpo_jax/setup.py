@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from grpo_jax import checkpoints, data, devices, models, policy
+from grpo_jax import data, devices, evaluate, models, policy
 from grpo_jax.config import BadInput
 from grpo_jax.environments import make_environment, make_suite
 from grpo_jax.incentives import (
@@ -121,12 +121,13 @@ def _assembled(
             f"rollout.max_prompt_length={longest} is too short for {len(dropped)} of "
             f"eval.suite's tasks; the longest has {max(n for _, n in dropped)} tokens"
         )
+    _check_best(config, eval_tasks)
     if config.objective.token_weights == "gear":
         check_ground_truth(train_tasks, environment)
     sft_tasks = load_sft_tasks(config, train_tasks, environment)
     model = load_model(config, mesh)
     if config.lora.init_from and not resuming:
-        start_from(config.lora.init_from, model)
+        policy.start_from(config.lora.init_from, model)
     graph, adapters, base = lora.split(model)
     # Loaded or fresh, one layout: another would compile every program a second time.
     adapters = jax.device_put(adapters, devices.shardings(adapters, mesh))
@@ -212,6 +213,23 @@ def _check_positions(config: ConfigDict) -> None:
             f"rollout.max_completion_length={rollout.max_completion_length} = "
             f"{longest} tokens, but model.source '{config.model.source}' has "
             f"{most} positions"
+        )
+
+
+def _check_best(config: ConfigDict, eval_tasks: list[Task]) -> None:
+    """Refuse a `checkpoint.best` that no held-out result of training can be."""
+    best, k = config.checkpoint.best, config.eval.num_generations
+    if not best or config.eval.probe or config.eval.suite:
+        return
+    if not evaluate.can_select(best, k):
+        raise BadInput(
+            f"checkpoint.best='{best}' is no metric to choose by; some are "
+            f"eval/score/all, eval/tool_accuracy/all, eval/accuracy, eval/pass@{k}"
+        )
+    if not eval_tasks:
+        raise BadInput(
+            f"checkpoint.best='{best}' needs held-out tasks: see data.num_eval_tasks "
+            "and data.eval_source"
         )
 
 
@@ -359,24 +377,6 @@ def row_length(config: ConfigDict) -> int:
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_completion_length
     return -(-max(longest, config.train.row_length) // 64) * 64
-
-
-def start_from(path: str, model: models.Decoder) -> None:
-    """Load adapters from a PEFT folder or from the newest checkpoint of a workdir."""
-    folder = Path(path)
-    if not (folder / "checkpoints").is_dir():
-        names = ("adapter_config.json", "reasoning/adapter_config.json")
-        if not any((folder / name).is_file() for name in names):
-            raise BadInput(
-                f"lora.init_from '{path}' is neither a PEFT folder (with "
-                "adapter_config.json) nor a run's workdir (with checkpoints)"
-            )
-        models.load_peft(folder, model)
-        return
-    adapters = nnx.state(model, nnx.LoRAParam)
-    saved = checkpoints.find(folder / "checkpoints")
-    policy.check_alpha(saved, model.lora.alpha)
-    nnx.update(model, checkpoints.read_adapters(saved, adapters))
 
 
 def _lora_config(config: ConfigDict) -> models.LoraConfig:

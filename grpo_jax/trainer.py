@@ -1,7 +1,6 @@
 """The loop. `train` reads like the table of stages in the design: tasks, rollout,
-reward, batch, re-score, advantage, update, metrics, save.
-
-Start here. `main` is what run.py calls; everything a run needs is built by `setup`.
+reward, batch, re-score, advantage, update, metrics, save. Start here.
+`main` is what run.py calls; everything a run needs is built by `setup`.
 """
 
 import contextlib
@@ -119,16 +118,21 @@ class Run:
         }
         self.compilations = Compilations()
         self.unreported: dict = {}  # time/save since the last line of metrics
-        configuration.save(config, workdir)
 
     # Modes -------------------------------------------------------------------------
 
     def train(self, saved: Saved | None) -> None:
         """Cold start if there is one, then RL to the last step, then the summary."""
-        run = self._take_up(saved, cold_start=not self.config.lora.init_from)
-        monitor = self._monitor(run.written)
-        if run.written < self.steps:
-            self._loop(run, monitor)
+        run = self._restore(saved)
+        written = run.written if run else 0
+        monitor = self._monitor(written)
+        if written < self.steps:
+            gold = self._gold(run, wanted=not self.config.lora.init_from)
+            # Trackers open before anything takes long.
+            opened = Metrics(self.workdir, self.config.trackers, resume_step=written)
+            with contextlib.closing(opened) as metrics:
+                run = self._take_up(run, gold)
+                self._loop(run, metrics, monitor)
         if monitor.must_stop:
             LOG.warning("ended at step %d: monitor.action=stop", run.step)
         report.end(self.workdir, self.before, monitor.verdict())
@@ -142,16 +146,16 @@ class Run:
                 f"'{self.workdir}' holds a run of {saved.step} steps; use another "
                 "--workdir"
             )
-        self._take_up(saved, cold_start=True)
+        run = self._restore(saved)
+        self._take_up(run, self._gold(run, wanted=True))
         report.summary(None, self.before, self.before.get("eval/confusion"))
 
-    def _loop(self, run: Position, monitor: Monitor) -> None:
+    def _loop(self, run: Position, metrics: Metrics, monitor: Monitor) -> None:
         """Steps up to the last one; stopped by a signal, the run is saved."""
-        metrics = Metrics(self.workdir, self.config.trackers, resume_step=run.written)
         self.rates = Metrics(self.workdir, name="pass_rates", resume_step=run.step)
         progress = report.LiveProgress("RL", self.steps, run.written)
         with contextlib.ExitStack() as held:
-            for file in (metrics, self.rates, progress):
+            for file in (self.rates, progress):
                 held.enter_context(contextlib.closing(file))
             held.enter_context(self._saved_when_stopped(run))
             self._compile(run)
@@ -172,27 +176,31 @@ class Run:
 
     # Start and resume --------------------------------------------------------------
 
-    def _take_up(self, saved: Saved | None, *, cold_start: bool) -> Position:
+    def _gold(self, run: Position | None, *, wanted: bool) -> ColdStart | None:
+        """The cold start that begins, if it is wanted, or goes on."""
+        begins = run is None and wanted and self.config.sft.num_epochs
+        if begins or (run and run.cold_start is not None):
+            return ColdStart(self.config, self.workdir, self.job)
+        return None
+
+    def _take_up(self, run: Position | None, gold: ColdStart | None) -> Position:
         """Where RL begins or goes on, with the held-out results before it."""
-        run = None if saved is None else self._restore(saved)
-        if run is None or run.cold_start is not None:
-            adapters = self.job.adapters
-            if run or (cold_start and self.config.sft.num_epochs):
-                adapters = self._cold_start(run)
+        configuration.save(self.config, self.workdir)  # only now: nothing was refused
+        if run is None or gold:
+            adapters = self._cold_start(run, gold) if gold else self.job.adapters
             run = self._position(self._new_state(adapters), lora.copy(adapters))
             self._save(run)
         if self.before is None:
             self._evaluate_before(run)
         return run
 
-    def _cold_start(self, run: Position | None) -> nnx.State:
+    def _cold_start(self, run: Position | None, gold: ColdStart) -> nnx.State:
         """Adapters after a cold start that begins or goes on."""
-        cold_start = ColdStart(self.config, self.workdir, self.job)
         if run is None:
-            run = self._position(cold_start.begin(), self.job.adapters, cold_start=0)
+            run = self._position(gold.begin(), self.job.adapters, cold_start=0)
         with self._saved_when_stopped(run):
             self.stop.check()
-            for number, state in cold_start.updates(run.state, run.cold_start):
+            for number, state in gold.updates(run.state, run.cold_start):
                 run.cold_start, run.state, run.saved = number, state, False
                 self.stop.check()
         return run.state.adapters
@@ -200,13 +208,7 @@ class Run:
     def _evaluate_before(self, run: Position) -> None:
         """Held-out results that RL has to beat; kept with every checkpoint."""
         before = self._evaluate(run.state.adapters)
-        best = self.config.checkpoint.best
-        if best and best not in before:
-            known = ", ".join(sorted(k for k in before if "/all" in k or "@" in k))
-            raise BadInput(
-                f"checkpoint.best='{best}' is no held-out metric of this run; some "
-                f"are: {known or 'none, as there are no held-out tasks'}"
-            )
+        held_out.check_best(self.config, before)
         self.before = before
         self._save(run, before)
         held_out.write(self.workdir / "eval_before.json", before)
@@ -219,8 +221,10 @@ class Run:
         key = stream_key(self.config, DROPOUT, 0)
         return self.learner.new_state(adapters, key)
 
-    def _restore(self, saved: Saved) -> Position:
-        """Take up the run where a checkpoint left it, data included."""
+    def _restore(self, saved: Saved | None) -> Position | None:
+        """The run where a checkpoint left it, data included; None without one."""
+        if saved is None:
+            return None
         policy.check(self.config, saved)
         adapters, meta = self.job.adapters, saved.meta
         state = self._new_state(adapters)

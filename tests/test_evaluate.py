@@ -113,6 +113,16 @@ def test_what_has_no_data_is_absent():
     )
 
 
+def test_what_can_choose_the_best_checkpoint():
+    rows = [one(0, category="c", level=1, expected="t", called="t", statuses=["ok"])]
+    rows.append(one(1, category="c", level=2, correct=False, stop="length"))
+    reported = evaluate.metrics(Told(), rows, 3).keys() - {"eval/confusion"}
+    refused = {name for name in reported if not evaluate.can_select(name, 3)}
+    assert refused == {"eval/num_tasks", "eval/clipped_ratio"}
+    for name in ("reward", "eval/avg@2", "eval/score", "eval/score/a/b", "eval/call"):
+        assert not evaluate.can_select(name, 3)
+
+
 def by_definition(tasks):
     """avg, pass and maj shares, slowly."""
     averages, passes, majorities = [], [], []

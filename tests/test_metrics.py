@@ -171,3 +171,25 @@ def test_tracker_protocol_and_resume(tmp_path, monkeypatch, name):
     assert first == second and first["project"] == "p"
     assert tracker.said[1:3] == [(1, {"reward": 0.5}), "finished"]
     assert tracker.said[4:] == [(2, {"reward": 0.5}), "finished"]
+
+
+def test_two_trackers_share_one_identity_and_keep_it(tmp_path, monkeypatch):
+    wandb, trackio = FakeTracker(), FakeTracker()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for resume_step in (0, 1):
+        options = trackers(wandb=True, trackio=True)
+        Metrics(tmp_path / "demo", options, resume_step=resume_step).close()
+    identity = (tmp_path / "demo" / "run_id").read_text()
+    assert [said["id"] for said in wandb.said[::2]] == [identity] * 2
+    assert [said["name"] for said in trackio.said[::2]] == [f"demo-{identity}"] * 2
+
+
+def test_a_tracker_that_does_not_open_closes_the_others(tmp_path, monkeypatch):
+    wandb, trackio = FakeTracker(), FakeTracker()
+    trackio.init = None
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    with pytest.raises(BadInput, match=r"trackers\.trackio did not open \(TypeError"):
+        Metrics(tmp_path, trackers(wandb=True, trackio=True))
+    assert wandb.said[1:] == ["finished"]

@@ -11,7 +11,7 @@ from toy import ToyEnvironment, command, vowel_reward
 
 import run
 from configs.tir import get_config
-from grpo_jax import devices, models, setup
+from grpo_jax import devices, models, policy, setup
 from grpo_jax.checkpoints import Checkpoints
 from grpo_jax.config import BadInput
 from grpo_jax.training import update
@@ -44,7 +44,7 @@ def tiny(fill=None):
 def test_starts_from_a_peft_folder(tmp_path):
     models.save_peft(tmp_path, tiny(0.25), "tiny")
     model = tiny()
-    setup.start_from(str(tmp_path), model)
+    policy.start_from(str(tmp_path), model)
     assert all((x == 0.25).all() for x in adapters_of(model))
 
 
@@ -54,9 +54,9 @@ def test_starts_from_another_runs_workdir(tmp_path):
     state = update.new_state(saved, optimizer, jax.random.key(0))
     reference = nnx.state(tiny(-1.0), nnx.LoRAParam)
     arrays = {"state": state, "reference": reference}
-    Checkpoints(tmp_path / "checkpoints", keep=1).save(7, arrays, {})
+    Checkpoints(tmp_path / "checkpoints", keep=1).save(7, arrays, {"base": "tiny"})
     model = tiny()
-    setup.start_from(str(tmp_path), model)
+    policy.start_from(str(tmp_path), model)
     assert all((x == 0.5).all() for x in adapters_of(model))
 
 
@@ -65,7 +65,7 @@ def test_nothing_to_start_from_is_bad_input(tmp_path, make):
     if make:
         (tmp_path / "checkpoints").mkdir()
     with pytest.raises(BadInput, match=str(tmp_path)):
-        setup.start_from(str(tmp_path), tiny())
+        policy.start_from(str(tmp_path), tiny())
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,11 @@ def test_positions_that_a_scaling_record_reaches(config):
 def test_another_runs_adapters_under_another_scale_are_refused(tmp_path):
     saved = nnx.state(tiny(0.5), nnx.LoRAParam)
     arrays = {"state": {"adapters": saved}}
-    Checkpoints(tmp_path / "checkpoints", keep=1).save(7, arrays, {"alpha": 4.0})
+    Checkpoints(tmp_path / "checkpoints", keep=1).save(
+        7, arrays, {"base": "tiny", "alpha": 4.0}
+    )
     with pytest.raises(BadInput, match="lora.alpha was 4.0, the configuration has 8.0"):
-        setup.start_from(str(tmp_path), tiny())
+        policy.start_from(str(tmp_path), tiny())
 
 
 def test_length_of_a_run(config):
@@ -187,6 +189,12 @@ BAD = {
     "environment": (["tools.environment=toy.Missing"], "toy.Missing"),
     "adapter": (["lora.init_from=/no/such/adapter"], "/no/such/adapter"),
     "dtype": (["model.dtype=float8"], "float8"),
+    "best": (["checkpoint.best=eval/rewards/all"], "is no metric to choose by"),
+    "at k": (["checkpoint.best=eval/pass@7"], "is no metric to choose by"),
+    "no held-out tasks": (
+        ["checkpoint.best=eval/score/all", "data.num_eval_tasks=0"],
+        "checkpoint.best='eval/score/all' needs held-out tasks",
+    ),
 }
 
 

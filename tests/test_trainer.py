@@ -1,5 +1,6 @@
 """Runs of the tiny model through the command line: files, metrics, stops, resumes."""
 
+import importlib.util
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -16,7 +18,16 @@ from ml_collections import ConfigDict
 from toy import assert_same_step, command, same_metrics
 
 import run
-from grpo_jax import checkpoints, data, devices, metrics, models, setup, trainer
+from grpo_jax import (
+    checkpoints,
+    data,
+    devices,
+    metrics,
+    models,
+    policy,
+    setup,
+    trainer,
+)
 from grpo_jax.config import leaves
 from grpo_jax.models import lora
 from grpo_jax.rollout.chat import Chat
@@ -206,13 +217,65 @@ def test_eval_and_export_of_a_finished_run(finished, folder, capsys):
     exported = capsys.readouterr().out.splitlines()[-1]
     keys = models.LoraConfig(4, 8.0, models.LORA_TARGETS, 0.0)
     one, two = (models.load_model("tiny", lora=keys) for _ in range(2))
-    setup.start_from(exported, one)
-    setup.start_from(str(finished), two)
+    policy.start_from(exported, one)
+    policy.start_from(str(finished), two)
     fresh = models.load_model("tiny", lora=keys)
     pairs = [jax.tree.leaves(nnx.state(m, nnx.LoRAParam)) for m in (one, two, fresh)]
     for x, y, z in zip(*pairs, strict=True):
         np.testing.assert_array_equal(x, y)
         assert (np.asarray(x) != np.asarray(z)).any()
+
+
+@pytest.mark.parametrize("mode", ["eval", "export"])
+def test_a_step_deleted_while_the_model_is_loaded_is_not_missed(
+    finished, folder, monkeypatch, mode, caplog
+):
+    """A training beside has saved another by then; here an older one stands for it."""
+    workdir, load = folder / f"pruned_{mode}", setup.load_model
+    shutil.copytree(finished, workdir)
+
+    def load_and_prune(*arguments, **options):
+        shutil.rmtree(workdir / "checkpoints" / "step_000004", ignore_errors=True)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(setup, "load_model", load_and_prune)
+    assert run.main(command(folder, workdir, f"--mode={mode}")) == 0
+    if mode == "eval":
+        assert json.loads((workdir / "eval.json").read_text())["step"] == 3
+    else:
+        assert f"exporting {workdir / 'checkpoints' / 'step_000003'}" in caplog.text
+
+
+def test_a_refused_resume_leaves_the_runs_config_as_it_was(finished, folder, capsys):
+    workdir = folder / "refused"
+    shutil.copytree(finished, workdir)
+    before = (workdir / "config.json").read_bytes()
+    more = ("--config.data.seed=5", "--config.train.num_steps=6")
+    assert run.main(command(folder, workdir, *more)) == 2
+    assert "data.seed changed" in capsys.readouterr().err.splitlines()[-1]
+    assert (workdir / "config.json").read_bytes() == before
+
+
+def test_a_start_that_is_refused_leaves_no_config(folder, capsys):
+    workdir = folder / "no_gold"
+    more = ("--config.sft.min_tool_calls=3",)
+    assert run.main(command(folder, workdir, *more)) == 2
+    assert "no task has a gold answer" in capsys.readouterr().err.splitlines()[-1]
+    assert not (workdir / "config.json").exists()
+
+
+def test_trackers_open_before_anything_takes_long(folder, monkeypatch, capsys):
+    class Offline(types.ModuleType):
+        def init(self, **options):
+            raise ConnectionError("no route to the server")
+
+    monkeypatch.setitem(sys.modules, "wandb", Offline("wandb"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    workdir = folder / "offline"
+    assert run.main(command(folder, workdir, "--config.trackers.wandb=True")) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "trackers.wandb did not open (ConnectionError: no route to the" in last
+    assert not (workdir / "sft_metrics.jsonl").exists()
 
 
 def test_RW3_abstentions_leave_every_parameter_finite(folder):
