@@ -187,6 +187,12 @@ def _check_tools_and_data(config: ConfigDict) -> None:
         for path in paths:
             if not isinstance(path, str) or not path.strip():
                 raise BadInput(f"{key} must be text, one an entry; got {path!r}")
+    for weight in config.data.category_weights:
+        number = isinstance(weight, Number) and not isinstance(weight, bool)
+        if not number or not 0 <= weight < math.inf:
+            raise BadInput(
+                f"data.category_weights must be numbers of at least 0; got {weight!r}"
+            )
     _check_fund(config)
     for language in config.data.languages:
         _check_choice("data.languages", language, LANGUAGES)

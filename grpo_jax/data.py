@@ -44,6 +44,8 @@ def load_tasks(config: ConfigDict, split: str, environment: Any = None) -> list[
     tasks, number = _split_tasks(config.data, split, environment)
     if split == "train" and not config.eval.probe:
         tasks = with_pass_rates(_with_probe(tasks, config.data), config.data.pass_rate)
+    if split == "train" and 0 < number < len(tasks):
+        LOG.info("data.num_tasks=%d: using %d of %d", number, number, len(tasks))
     return tasks[:number] if number or split == "eval" else tasks
 
 
@@ -185,23 +187,28 @@ def read_tasks(
 
 
 def fit_prompts(
-    tasks: Sequence[Task], chat: Chat, max_prompt_length: int
+    tasks: Sequence[Task], chat: Chat, max_prompt_length: int, *, strict: bool = False
 ) -> tuple[list[Task], list[tuple[int, int]]]:
     """Drop the tasks whose rendered prompt is too long; never cut one.
 
-    Returns what is kept and (row, tokens) of what is not, rows counted from 0.
+    Also those that the model's template refuses, or all of it if `strict`: BadInput.
+    Returns what is kept and (row, tokens) of what is too long, rows counted from 0.
     """
-    kept, dropped = [], []
+    kept, dropped, refused = [], [], []
     for row, task in enumerate(tasks):
         try:
             offered = chat.offering(task.columns.get("tools"))
             length = len(offered.prompt(task.prompt))
         except ValueError as error:
-            raise BadInput(f"task {task.id}: {error}") from error
+            if strict:
+                raise BadInput(f"task {task.id}: {error}") from error
+            refused.append(f"task {task.id}: {error}")
+            continue
         if length <= max_prompt_length:
             kept.append(task)
         else:
             dropped.append((row, length))
+    _say_refused(refused, len(tasks))
     if tasks and not kept:
         shortest = min(length for _, length in dropped)
         raise BadInput(
@@ -216,6 +223,16 @@ def fit_prompts(
             ", ..." if len(dropped) > _SHOWN else "",
         )
     return kept, dropped
+
+
+def _say_refused(refused: list[str], number: int) -> None:
+    """Name the tasks without a prompt; BadInput if that is all of them."""
+    if refused and len(refused) == number:
+        raise BadInput(f"no task has a usable prompt; the first: {refused[0]}")
+    for line in refused[:_SHOWN]:
+        LOG.warning("skipped %s", line)
+    if refused:
+        LOG.warning("skipped %d of %d prompts", len(refused), number)
 
 
 class TaskStream:

@@ -175,10 +175,11 @@ def most_valuable(groups: Sequence[Group], number: int) -> list[tuple[Task, int]
     One at a time the task with the largest V / (1 + repeats so far); of equal ones the
     first. A task's value is that of its latest group.
     """
-    values = {group[0].task.id: (value(group), group[0].task) for group in groups}
+    keys = [probe_key(group[0].task) for group in groups]  # ids may be shared
+    pairs = [(value(group), group[0].task) for group in groups]
+    values = dict(zip(keys, pairs, strict=True))
     repeats = Counter()
-    for group in groups:
-        task = group[0].task.id
+    for task, group in zip(keys, groups, strict=True):
         repeats[task] = max(repeats[task], group[0].repeat)
     chosen = []
     for _ in range(number):

@@ -7,9 +7,11 @@ workdir for generated and hub data:
 
     id, key, k, pass_rate_text, pass_rate_tool, needs_tool
 
-A pass is what the environment calls correct. A task needs a tool if the tools raise its
-pass rate by at least a quarter: with k = 8 that is two samples, less is chance. A task
-that is solved in neither way shows no need. Without tools the prompts have no schemas,
+A pass is what the environment calls correct. A sample that a tool's infrastructure
+failed says nothing: it is left out, and so is a task without any other in one of the
+ways. A task needs a tool if the tools raise its pass rate by at least a quarter: with
+k = 8 that is two samples, less is chance. A task that is solved in neither way shows no
+need. Without tools the prompts have no schemas,
 and the environment's `text_prompt`, if it has one, in place of its `system_prompt`.
 `data` reads the file again: `needs_tool` rows get the interaction bonus and count for
 the floor, `data.pass_rate` leaves out what is known or hopeless.
@@ -17,6 +19,7 @@ the floor, `data.pass_rate` leaves out what is known or hopeless.
 
 import copy
 import dataclasses
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -35,6 +38,7 @@ from grpo_jax.scoring import score_trajectories
 from grpo_jax.setup import Job
 from tools_env.protocol import Environment, Task, ToolCall, ToolResult
 
+LOG = logging.getLogger(__name__)
 NEED = 0.25  # least gain of the pass rate
 
 
@@ -82,23 +86,29 @@ def run(
             )
             score_trajectories(job.environment, job.rewards, trajectories)
             rates[name] = pass_rates(job.environment, trajectories)
-        lines += _records(tasks, number, rates)
+        lines += records(tasks, number, rates)
         progress.step(step, {})
     progress.close()
+    if len(lines) < len(job.train_tasks):
+        missing = len(job.train_tasks) - len(lines)
+        LOG.warning("%d tasks have no valid sample: tools failed them all", missing)
+    if not lines:
+        raise BadInput("eval.probe: no task has a valid sample, the tools failed them")
     path = data.probe_file(config.data) or workdir / "probe.jsonl"
     _write(path, lines)
     _print(path, lines)
     return path
 
 
-def _records(
-    tasks: Sequence[Task], number: int, rates: dict[str, list[float]]
+def records(
+    tasks: Sequence[Task], number: int, rates: dict[str, dict[int, float]]
 ) -> list[dict[str, Any]]:
-    columns = [
-        dict(zip(rates, row, strict=True)) for row in zip(*rates.values(), strict=True)
+    """A line of each task that has a rate in every arm, in order."""
+    return [
+        record(task, number, **{name: found[group] for name, found in rates.items()})
+        for group, task in enumerate(tasks)
+        if all(group in found for found in rates.values())
     ]
-    pairs = zip(tasks, columns, strict=True)
-    return [record(task, number, **column) for task, column in pairs]
 
 
 def record(
@@ -113,13 +123,15 @@ def record(
     return line
 
 
-def pass_rates(environment: Environment, trajectories: Sequence) -> list[float]:
-    """Share of correct trajectories of each group, in order."""
+def pass_rates(environment: Environment, trajectories: Sequence) -> dict[int, float]:
+    """Share of a group's valid trajectories that are correct, where there are any."""
     passed = defaultdict(list)
     for trajectory in trajectories:
+        if trajectory.fault:
+            continue
         seen = environment.prediction(trajectory.task, trajectory)
         passed[trajectory.group].append(bool(seen["correct"]))
-    return [sum(passed[group]) / len(passed[group]) for group in sorted(passed)]
+    return {group: sum(found) / len(found) for group, found in passed.items()}
 
 
 def _without_tools(job: Job) -> Engine:

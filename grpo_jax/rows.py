@@ -9,7 +9,7 @@ as it is; numbers keep all their digits and text its characters.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,21 @@ def _split(prompt: Any, columns: dict[str, Any]) -> list[dict]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path.name}:{number}", _json(line.decode("utf-8-sig"))
-            except ValueError as error:
-                yield f"{path.name}:{number}", error
+    try:
+        with path.open("rb") as lines:
+            yield from _json_lines(lines, path.name)
+    except OSError as error:
+        raise BadInput(f"data source '{path}' cannot be read: {error}") from error
+
+
+def _json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{name}:{number}", _json(line.decode("utf-8-sig"))
+        except ValueError as error:
+            yield f"{name}:{number}", error
 
 
 def _json(text: str) -> Any:
@@ -124,12 +131,12 @@ def _hub(source: str, split: str) -> Any:
         raise BadInput(f"{source}: a hub id needs 'grpo_jax[data]'") from error
     try:
         splits = datasets.load_dataset(source)
-    except (OSError, ValueError) as error:  # no network, no such set, several configs
-        reason = str(error).partition("\n")[0]
+        wanted = ("train",) if split == "train" else ("test", "validation", "train")
+        name = next((name for name in wanted if name in splits), next(iter(splits)))
+        return splits[name].with_format("arrow")[:]
+    except Exception as error:  # network, names, several configs: dozens of types
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise BadInput(f"data source '{source}': {reason}") from error
-    wanted = ("train",) if split == "train" else ("test", "validation", "train")
-    name = next((name for name in wanted if name in splits), next(iter(splits)))
-    return splits[name].with_format("arrow")[:]
 
 
 def _table_rows(table: Any, name: str) -> Iterator[Row]:

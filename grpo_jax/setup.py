@@ -114,8 +114,9 @@ def _assembled(
     }
     chat = translated(Chat, tokenizer, environment.tools(), **form)
     longest = config.rollout.max_prompt_length
-    train_tasks, _ = data.fit_prompts(train_tasks, chat, longest)
-    eval_tasks, dropped = data.fit_prompts(eval_tasks, chat, longest)
+    strict = config.data.strict or bool(config.eval.suite)
+    train_tasks, _ = data.fit_prompts(train_tasks, chat, longest, strict=strict)
+    eval_tasks, dropped = data.fit_prompts(eval_tasks, chat, longest, strict=strict)
     if dropped and config.eval.suite:
         raise BadInput(
             f"rollout.max_prompt_length={longest} is too short for {len(dropped)} of "

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -296,6 +297,17 @@ class HubSplit:
         return self.table
 
 
+def test_a_file_that_cannot_be_read_is_bad_input(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.jsonl", {"prompt": "x"})
+
+    def refuse(path, *mode):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(BadInput, match="a.jsonl' cannot be read: .*Permission denied"):
+        read_tasks(source, strict=False)
+
+
 def test_hub_ids(monkeypatch):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
 
@@ -314,12 +326,15 @@ def test_hub_ids(monkeypatch):
     assert held_out.prompt[0]["content"] == "test row"
     with pytest.raises(BadInput, match="'no/set': no route"):
         load_tasks(config("no/set"), "train")
+    fake.load_dataset = lambda name: {}  # and whatever else it does
+    with pytest.raises(BadInput, match="'owner/set': StopIteration"):
+        load_tasks(config("owner/set"), "train")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(BadInput, match=r"grpo_jax\[data\]"):
         load_tasks(config("owner/set"), "train")
 
 
-def test_files_are_split_once_for_training_and_evaluation(tmp_path):
+def test_files_are_split_once_for_training_and_evaluation(tmp_path, caplog):
     lines = [{"prompt": str(i)} for i in range(10)]
     source = write(tmp_path / "a.jsonl", *lines)
     keys = config(source, num_eval_tasks=64)
@@ -327,7 +342,9 @@ def test_files_are_split_once_for_training_and_evaluation(tmp_path):
     assert (len(train), len(held_out)) == (8, 2)
     ids = {task.id for task in train + held_out}
     assert len(ids) == 10
-    assert len(load_tasks(config(source, num_tasks=3), "train")) == 3
+    with caplog.at_level(logging.INFO):
+        assert len(load_tasks(config(source, num_tasks=3), "train")) == 3
+    assert "data.num_tasks=3: using 3 of 10" in caplog.text
     other = write(tmp_path / "b.jsonl", {"prompt": "x"})
     keys = config(source, eval_source=other, num_eval_tasks=64)
     assert len(load_tasks(keys, "train")) == 10
@@ -382,6 +399,24 @@ def test_DS3_long_prompts_are_dropped_whole(caplog):
     with pytest.raises(BadInput, match=f"max_prompt_length={least} .* has {least + 1}"):
         fit_prompts(tasks[2:], chat, least)
     assert fit_prompts(tasks[:2], chat, least) == (tasks[:2], [])
+
+
+def test_prompts_that_the_template_refuses_are_skipped_and_counted(caplog):
+    template = HERMES_CHATML + (
+        "{% if messages[-1]['role'] == 'system' %}"
+        "{{ raise_exception('no question') }}{% endif %}"
+    )
+    chat = Chat(make_tokenizer(template))
+    good = Task("good", [{"role": "user", "content": "go"}])
+    odd = [Task(f"odd{i}", [{"role": "system", "content": "x"}]) for i in range(7)]
+    with caplog.at_level(logging.WARNING):
+        assert fit_prompts([*odd, good], chat, 4096) == ([good], [])
+    assert "skipped task odd4: " in caplog.text and "odd5" not in caplog.text
+    assert "skipped 7 of 8 prompts" in caplog.text
+    with pytest.raises(BadInput, match="task odd0: .*no question"):
+        fit_prompts([good, *odd], chat, 4096, strict=True)
+    with pytest.raises(BadInput, match="no task has a usable prompt.*task odd0: "):
+        fit_prompts(odd, chat, 4096)
 
 
 def tasks_of(n):
@@ -453,7 +488,8 @@ def test_a_row_s_own_tools_choose_among_the_environment_s():
     assert fit_prompts([chosen], chat, 4096) == ([chosen], [])
     other = Task("two", prompt, {"tools": [tool("fly")]})
     with pytest.raises(BadInput, match="task two: .* names 'fly', .* has: add, find"):
-        fit_prompts([chosen, other], chat, 4096)
+        fit_prompts([chosen, other], chat, 4096, strict=True)
+    assert fit_prompts([chosen, other], chat, 4096) == ([chosen], [])
 
 
 def test_fund_data_can_be_weighed_repeated_and_mislabelled():

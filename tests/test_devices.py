@@ -133,3 +133,15 @@ def test_distributed_only_when_configured(monkeypatch):
     devices.initialize_distributed(config)
     address = {"coordinator_address": "h0:1234", "num_processes": 2, "process_id": 1}
     assert calls == [{}, address]
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_no_cluster_to_join_is_bad_input(monkeypatch, error):
+    def initialize():
+        raise error("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    config = get_config()
+    config.distributed.coordinator = "auto"
+    with pytest.raises(BadInput, match="'auto' found no cluster.*should be defined"):
+        devices.initialize_distributed(config)

@@ -83,6 +83,14 @@ def test_by_value_a_step_without_any_value_goes_on_to_new_tasks():
     assert asked == [(0, ["0", "1"]), (2, ["2", "3"])] and batch == ["2", "3"]
 
 
+def test_by_value_tasks_that_share_an_id_are_two_tasks():
+    tasks = [Task("same", [{"role": "user", "content": text}]) for text in "ab"]
+    groups = [group(tasks[0], 1, 0, 0, 0), group(tasks[1], 0.5, 0, 0, 0)]
+    chosen = draws.most_valuable(groups, 3)
+    texts = [(task.prompt[0]["content"], repeat) for task, repeat in chosen]
+    assert texts == [("a", 1), ("b", 1), ("a", 2)]  # 0.32, 0.18, 0.32 / 2
+
+
 @pytest.mark.parametrize(
     ("totals", "expected"),
     [

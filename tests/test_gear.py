@@ -252,3 +252,12 @@ def test_the_teachers_prompt_ends_with_the_truth():
     own = chat.decode(chat.prompt(task().prompt))
     assert text == own.replace("How many?", f"How many?\n\n{HINT}\n7")
     assert informed_prompts(Shown(), chat)(task()) is None
+
+
+def test_tasks_of_one_id_have_each_their_own_truth():
+    chat = Chat(models.load_tokenizer("tiny"))
+    prompts = informed_prompts(Shown(), chat)
+    texts = [chat.decode(prompts(task(answer=n)).tolist()) for n in (7, 8)]
+    assert [
+        text.count(f"{HINT}\n{n}") for text, n in zip(texts, (7, 8), strict=True)
+    ] == [1, 1]

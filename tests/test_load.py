@@ -235,6 +235,14 @@ def test_integer_weights_are_refused(broken):
     refused(broken, name, "I8")
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -246,6 +254,25 @@ def test_integer_weights_are_refused(broken):
         (dict(attention_bias=True), "attention_bias"),
         (dict(hidden_act="gelu"), "hidden_act='gelu'"),
         (dict(rope_scaling=dict(type="longrope")), "longrope"),
+        (dict(rope_scaling="yarn"), "'yarn' is not an object"),
+        (dict(rope_scaling=dict(type=["yarn"])), "is not supported"),
+        (dict(rope_scaling=dict(type="yarn")), "'yarn' needs a key 'factor'"),
+        (dict(rope_scaling=dict(rope_type="linear", factor="4")), "factor='4' is not"),
+        (
+            dict(rope_scaling=dict(rope_type="llama3", factor=8, low_freq_factor=1)),
+            "'llama3' needs a key 'high_freq_factor'",
+        ),
+        (
+            dict(rope_scaling=LLAMA3 | dict(low_freq_factor=4.0)),
+            "low_freq_factor is not below high_freq_factor",
+        ),
+        (
+            dict(rope_scaling=LLAMA3 | dict(original_max_position_embeddings="8K")),
+            "original_max_position_embeddings='8K' is not a positive number",
+        ),
+        (dict(rope_theta="big"), "rope_theta='big' is not a positive number"),
+        (dict(rms_norm_eps=None, head_dim=2.5), "head_dim=2.5 is not a positive"),
+        (dict(num_key_value_heads="2"), "num_key_value_heads='2' is not a positive"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
     ],

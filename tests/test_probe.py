@@ -51,10 +51,23 @@ def test_pass_rates_by_group():
 
     environment = Environment()
     batch = [
-        SimpleNamespace(task=None, group=group, right=right)
-        for group, right in [(0, True), (0, False), (1, False), (1, False)]
+        SimpleNamespace(task=None, group=group, right=right, fault=fault)
+        for group, right, fault in [
+            (0, True, ""),
+            (0, False, ""),
+            (1, False, ""),
+            (1, False, "gone"),
+            (2, False, "gone"),
+            (3, True, ""),
+            (3, False, "gone"),
+        ]
     ]
-    assert probe.pass_rates(environment, batch) == [0.5, 0.0]
+    rates = probe.pass_rates(environment, batch)
+    assert rates == {0: 0.5, 1: 0.0, 3: 1.0}  # a fault is no failure
+    tasks = [task(name) for name in "abcd"]
+    lines = probe.records(tasks, 2, {"text": {0: 0.0, 1: 0.0, 2: 1.0}, "tool": rates})
+    assert [line["id"] for line in lines] == ["a", "b"]
+    assert [line["pass_rate_tool"] for line in lines] == [0.5, 0.0]
 
 
 def test_without_tools_a_task_is_not_told_of_any():

@@ -112,6 +112,8 @@ REFUSED = {
     f"{TINY} --config.objective.epsilon=None": "objective.epsilon cannot be None",
     f"{TINY} --config.train.num_steps=None": "train.num_steps=None",
     f"{TINY} --config.objective.epsilon_high=nil": "objective.epsilon_high=nil",
+    f"{TINY} --config.data.category_weights=(1,'2')": "at least 0; got '2'",
+    f"{TINY} --config.data.category_weights=(1,-1)": "at least 0; got -1",
     f"{TINY} --config.checkpoint.load=last": "newest, best or a step's number",
     f"{TINY} --config.checkpoint.load=best": "needs checkpoint.best",
     f"{TINY} --config.objective=3": "objective=3",

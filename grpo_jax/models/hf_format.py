@@ -6,7 +6,7 @@ names. A linear weight is stored [out, in] there and [in, out] here.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,16 @@ SIZES = (
     "intermediate_size",
     "max_position_embeddings",
 )
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")  # null: derived from others
+# Kinds of position scaling, and the numbers that each needs.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+ROPE_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale")
+ROPE_NUMBERS += ("mscale_all_dim", "original_max_position_embeddings")
 
 PROJECTIONS = {
     "q": "self_attn.q_proj",
@@ -80,9 +89,11 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
             f"supported: {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(raw, where)
-    for key in SIZES:
+    given = [key for key in OPTIONAL_SIZES if raw.get(key) is not None]
+    for key in (*SIZES, *given):
         if not isinstance(raw.get(key, 1), int) or raw.get(key, 1) < 1:
             raise BadInput(f"{where}: {key}={raw[key]!r} is not a positive integer")
+    _check_numbers(raw, ("rms_norm_eps", "rope_theta"), where)
     try:
         heads = raw["num_attention_heads"]
         kv_heads = raw.get("num_key_value_heads") or heads
@@ -129,11 +140,16 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
 
 def _rope(raw: Mapping[str, Any], where: str):
     """(theta, sorted scaling items or None) from either of the two config forms."""
-    record = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(record.pop("rope_theta", raw.get("rope_theta", 10_000.0)))
+    record = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(record, Mapping):
+        raise BadInput(f"{where}: position scaling {record!r} is not an object")
+    record = dict(record)
+    _check_numbers(record, ("rope_theta",), where)
+    theta = record.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
+    theta = float(theta)
     kind = record.pop("type", "default")
     kind = record["rope_type"] = record.get("rope_type", kind)
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise BadInput(
             f"{where}: rope_type {kind!r} is not supported; supported: {known}"
@@ -143,11 +159,28 @@ def _rope(raw: Mapping[str, Any], where: str):
         raise BadInput(f"{where}: partial_rotary_factor={partial} is not supported")
     if kind == "default":
         return theta, None
+    for key in ROPE_TYPES[kind]:
+        if record.get(key) is None:
+            raise BadInput(f"{where}: rope_type {kind!r} needs a key {key!r}")
+    _check_numbers(record, (*ROPE_TYPES[kind], *ROPE_NUMBERS), where)
+    if kind == "llama3" and not record["low_freq_factor"] < record["high_freq_factor"]:
+        raise BadInput(f"{where}: low_freq_factor is not below high_freq_factor")
     if kind in ("llama3", "yarn"):
         original = raw.get("original_max_position_embeddings")
         original = original or raw["max_position_embeddings"]
         record.setdefault("original_max_position_embeddings", original)
     return theta, tuple(sorted((k, v) for k, v in record.items() if v is not None))
+
+
+def _check_numbers(raw: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    """Of these keys, what is there must be a positive number."""
+    for key in keys:
+        value = raw.get(key)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise BadInput(f"{where}: {key}={value!r} is not a positive number")
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:

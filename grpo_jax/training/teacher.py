@@ -128,12 +128,13 @@ def informed_prompts(
     That is the column `answer` or else the assistant's part of the demonstration, of a
     column or the environment's own. Each task is asked for once.
     """
-    known: dict[str, np.ndarray | None] = {}
+    # By object, kept beside it: the rows of a user may share an id, even a question.
+    known: dict[int, tuple[Task, np.ndarray | None]] = {}
 
     def prompt(task: Task) -> np.ndarray | None:
-        if task.id not in known:
-            known[task.id] = _informed_prompt(task, environment, chat)
-        return known[task.id]
+        if id(task) not in known:
+            known[id(task)] = task, _informed_prompt(task, environment, chat)
+        return known[id(task)][1]
 
     return prompt
 
