@@ -26,10 +26,16 @@ def test_hostile_programs_at_the_strongest_level():
     assert attack.problems(STRONGEST) == []
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(STRONGEST == "process", reason="it is the strongest level here")
+def test_hostile_programs_at_the_weakest_level():
+    assert attack.problems("process") == []
+
+
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != STRONGEST])
-def test_hostile_programs_at_other_levels(level):
+@pytest.mark.parametrize("level", [x for x in LEVELS[:-1] if x != STRONGEST])
+def test_hostile_programs_at_levels_between(level):
     if not attack.works(level):
         pytest.skip(f"the level {level} does not work here")
     assert attack.problems(level) == []

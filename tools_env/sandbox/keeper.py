@@ -63,6 +63,10 @@ class Keeper:
         if self.child == 0:
             control.close()
             self.channel.close()
+            if uid == os.getuid() and not self.sealed:
+                # The limit counts what else the user runs, the trainer's threads too.
+                others = isolation.user_threads()
+                config = config | {"processes": config["processes"] + others}
             _become_interpreter(config, inner, work, uid, gid, confine)
         inner.close()
 
