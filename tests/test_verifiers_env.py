@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import scripted_run
 
+from grpo_jax.scoring import score_trajectories
+from grpo_jax.types import Trajectory
 from tools_env.calls import format_tool_call
 from tools_env.protocol import CallRecord, ToolCall, Turn
 from tools_env.verifiers_env import VerifiersEnvironment
@@ -163,6 +165,41 @@ def test_state_is_the_rollouts_own_and_hidden_arguments_stay_hidden(opened):
     session = environment.start(task)
     assert session.call(ToolCall("pay", {"cents": 999})).status == "unavailable"
     session.close()
+
+
+def broken(completion) -> float:
+    raise KeyError("the judge is away")
+
+
+async def late(completion) -> float:
+    raise ConnectionError("the judge is away")
+
+
+@pytest.mark.parametrize("function", [broken, late])
+def test_a_rubric_function_that_raises_abstains(opened, function):
+    """The rubric itself would make a 0 of it, and a wrong answer of a fault."""
+    data = shop.Dataset.from_list(shop.ROWS)
+    inner = vf.Rubric(funcs=[shop.right, function], weights=[1.0, 0.5])
+    group = vf.RubricGroup([vf.Rubric(funcs=[shop.right]), inner])
+    for rubric in (inner, group):
+        environment = opened(
+            lambda rubric=rubric: vf.SingleTurnEnv(dataset=data, rubric=rubric)
+        )
+        task = environment.tasks("train")[0]
+        one = Trajectory(task, 0, 0, [], [Turn("3")], "stop")
+        session = environment.start(task)
+        one.state = session.state
+        values = score_trajectories(environment, None, [one])
+        session.close()
+        assert one.reward.total is None and values == {"rewards/failed": 1.0}
+
+
+def test_a_metric_that_raises_costs_nothing(opened):
+    data = shop.Dataset.from_list(shop.ROWS)
+    rubric = vf.Rubric(funcs=[shop.right, broken], weights=[1.0, 0.0])
+    environment = opened(lambda: vf.SingleTurnEnv(dataset=data, rubric=rubric))
+    task = environment.tasks("train")[0]
+    assert play(environment, task, answer="3").reward.total == 1.0
 
 
 class Talks(vf.MultiTurnEnv):

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import inspect
 import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ from tools_env.protocol import (
 )
 
 _errors: contextvars.ContextVar[list] = contextvars.ContextVar("errors")
+_failures: contextvars.ContextVar[list] = contextvars.ContextVar("failures")
 
 
 class VerifiersEnvironment:
@@ -60,6 +63,7 @@ class VerifiersEnvironment:
         with _kept_signals():  # an environment takes SIGINT and SIGTERM over
             self._env = make()
         self._check()
+        _watch(self._env.rubric)
         if type(self._env).__name__ == "ReasoningGymEnv":
             _score_in_sandbox(self._env)
         self._timeout_s = timeout_s
@@ -89,14 +93,20 @@ class VerifiersEnvironment:
         return VerifiersSession(self, task)
 
     def reward(self, task: Task, trajectory) -> Reward:
-        """The rubric's reward; its metrics are the parts."""
+        """The rubric's reward; its metrics are the parts.
+
+        Raises what a function with a weight raised, which the rubric counts as 0: the
+        trajectory has no reward then.
+        """
         state = trajectory.state
         steps = list(self._steps(state["prompt"], trajectory.turns))
         state["trajectory"] = steps
         state["completion"] = steps[-1]["prompt"] + steps[-1]["completion"]
         state["completion"] = state["completion"][len(state["prompt"]) :]
         state["is_truncated"] = trajectory.truncated
-        background.run(self._score(state), self._timeout_s)
+        failures = background.run(self._score(state), self._timeout_s)
+        if failures:
+            raise failures[0]
         return Reward(float(state["reward"]), dict(state["metrics"] or {}))
 
     def demonstration(self, task: Task) -> None:
@@ -126,9 +136,16 @@ class VerifiersEnvironment:
         if env.requires_group_rollouts or env.provides_advantages:
             raise ValueError(f"{kind}: its rubric judges groups, not single rollouts")
 
-    async def _score(self, state: Any) -> None:
-        await self._env.rubric.score_rollout(state)
+    async def _score(self, state: Any) -> list[Exception]:
+        """Have the rubric judge; what its functions raised."""
+        failures: list[Exception] = []
+        token = _failures.set(failures)
+        try:
+            await self._env.rubric.score_rollout(state)
+        finally:
+            _failures.reset(token)
         await self._env.rubric.cleanup(state)
+        return failures
 
     async def _new_state(self, task: Task) -> Any:
         row = {"prompt": task.prompt, **task.columns}
@@ -247,6 +264,29 @@ class VerifiersSession:
         self._history += owner._heard(self._history[-1], [text])
         status = "error" if caught else "ok"
         return ToolResult(status, text, final=final is not None)
+
+
+def _watch(rubric: Any) -> None:
+    """Note what a rubric's weighted functions raise: it makes a 0 of that."""
+    for inner in getattr(rubric, "rubrics", ()):
+        _watch(inner)
+    rubric.funcs = [
+        _noting(function) if weight else function
+        for function, weight in zip(rubric.funcs, rubric.weights, strict=True)
+    ]
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def noting(*args: Any, **keywords: Any) -> float:
+        try:
+            value = function(*args, **keywords)
+            return float(await value if inspect.isawaitable(value) else value)
+        except Exception as error:
+            _failures.get([]).append(error)
+            raise
+
+    return noting
 
 
 def _score_in_sandbox(env: Any) -> None:
