@@ -5,8 +5,11 @@ gradient with respect to the log-probs, against the plain token-ratio GRPO loss 
 same arrays. Times are CPU seconds of this process, the least of several runs, taken in
 turn, so that another load on the machine disturbs all of them alike.
 
-Command: python -m bench.objective [--rows=64] [--length=32768] [--repeats=15] [--tpu]
+Command: python -m bench.objective [--rows=64] [--length=32768] [--repeats=15]
+  [--update] [--tpu]
 
+--update also times an optimizer update of a random decoder of 40M parameters (LoRA on
+all projections, float32) and divides the kernel's time a token by the update's.
 --tpu compiles the kernel for a v5e:4x4 mesh instead (needs libtpu, no TPU) and counts
 the collectives that move whole [B,T] arrays.
 """
@@ -18,10 +21,22 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from grpo_jax import objective
+from grpo_jax.models import Decoder, LoraConfig, ModelConfig, lora
+from grpo_jax.training import update
+from grpo_jax.training.batching import Example, collate
+from grpo_jax.training.update import Loss
+from grpo_jax.types import Segment, Source, Trajectory
+from tools_env.protocol import Task
 
 GROUP = 16
+# Of a compiled program's text: shapes and kind of a collective, asynchronous ones too.
+COLLECTIVE = re.compile(
+    r"= (.+?) (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)"
+    r"(?:-start)?\("
+)
 CTPO = {
     "ratio": "cumulative",
     "clip": "sqrt_log",
@@ -116,6 +131,67 @@ def report(rows, length, repeats):
             f"{sizes[name] / array:5.1f} arrays beside the inputs"
         )
     print(f"packed / unpacked: {seconds['packed'] / seconds['kernel']:.2f}")
+    return seconds["packed"] / (rows * length)
+
+
+def update_seconds(repeats, rows=4, length=128):
+    """Least CPU seconds a token of an update of 40M parameters, scoring included."""
+    shape = dict(width=512, num_layers=8, num_heads=8, num_kv_heads=2, mlp_width=1408)
+    rest = dict(head_width=64, norm_eps=1e-5, rope_theta=1e5, rope_scaling=None)
+    config = ModelConfig(
+        **(shape | rest),
+        vocab_size=32_000,
+        qkv_bias=False,
+        qk_norm=False,
+        tied=True,
+        max_positions=4096,
+        architecture="llama",
+    )
+    model = Decoder(config, LoraConfig(16, 32.0), rngs=nnx.Rngs(0))
+    graph, adapters, base = lora.split(model)
+    rng = np.random.default_rng(0)
+    examples = [_example(rng, config.vocab_size, i, length) for i in range(rows)]
+    (batch,) = collate(examples, row_length=length, rows=rows)
+    batch = update.place(batch)
+    optimizer = update.make_optimizer(1e-5, warmup_steps=1, total_steps=100)
+    state = update.new_state(adapters, optimizer, jax.random.key(0))
+    loss, least = Loss(kind="policy"), np.inf
+    for repeat in range(repeats + 1):
+        start = time.process_time()
+        old = update.score(graph, state.adapters, base, batch, temperature=1.0)
+        state, pairs = update.minibatch(
+            graph, base, state, [batch.replace(old_logprobs=old)], optimizer, loss
+        )
+        jax.block_until_ready((state.adapters, pairs))
+        if repeat:  # the first run compiles
+            least = min(least, time.process_time() - start)
+    return least / (rows * length)
+
+
+def _example(rng, size, group, length):
+    """A prompt of an eighth of the tokens, and an answer."""
+    tokens = rng.integers(0, size, length).astype(np.int32)
+    prompt, answer = np.split(tokens, [length // 8])
+    pieces = [Segment.given(Source.PROMPT, prompt), Segment.given(Source.MODEL, answer)]
+    one = Trajectory(Task(str(group), []), group, 0, pieces)
+    return Example(one, np.ones(1, np.float32), 1.0)
+
+
+def compiled(inputs, rows, length, mesh):
+    """The kernel on a mesh of one axis, rows over its devices; compiled, not run."""
+    by_row = jax.NamedSharding(mesh, jax.P(mesh.axis_names[0]))
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (rows, length) if x.ndim == 2 else x.shape, x.dtype, sharding=by_row
+        )
+        for x in inputs
+    ]
+    return jax.jit(jax.value_and_grad(kernel)).lower(*shapes).compile()
+
+
+def collectives(program):
+    """(shapes, kind) of every collective of a compiled program."""
+    return COLLECTIVE.findall(program.as_text())
 
 
 def report_tpu(rows, length):
@@ -124,21 +200,11 @@ def report_tpu(rows, length):
 
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
     mesh = jax.sharding.Mesh(np.array(chips.devices), ("batch",))
-    by_row = jax.NamedSharding(mesh, jax.P("batch"))
     arrays, packed = random_arrays(rows, 64, segments=8)
     for name, inputs in (("kernel", arrays), ("packed", packed)):
-        shapes = [
-            jax.ShapeDtypeStruct(
-                (rows, length) if x.ndim == 2 else x.shape, x.dtype, sharding=by_row
-            )
-            for x in inputs
-        ]
-        program = jax.jit(jax.value_and_grad(kernel)).lower(*shapes).compile()
-        found = re.findall(
-            r"= *(\S+) (all-gather|all-to-all|all-reduce|collective-permute)",
-            program.as_text(),
-        )
-        large = [shape for shape, _ in found if str(length) in shape]
+        program = compiled(inputs, rows, length, mesh)
+        found = collectives(program)
+        large = [shape for shape, _ in found if re.search(rf"\b{length}\b", shape)]
         memory = program.memory_analysis().temp_size_in_bytes / 2**20
         print(
             f"{name}: {len(found)} collectives, {len(large)} of whole arrays, "
@@ -151,12 +217,19 @@ def main():
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--update", action="store_true")
     parser.add_argument("--tpu", action="store_true")
     args = parser.parse_args()
     if args.tpu:
         report_tpu(args.rows, args.length)
-    else:
-        report(args.rows, args.length, args.repeats)
+        return
+    kernel_s = report(args.rows, args.length, args.repeats)
+    if args.update:
+        update_s = update_seconds(min(args.repeats, 3))
+        print(
+            f"packed kernel {1e9 * kernel_s:.1f} ns a token, update of 40M parameters "
+            f"{1e9 * update_s:.0f} ns a token: {kernel_s / update_s:.3%}"
+        )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def get_config() -> ConfigDict:
     config.objective = ConfigDict()
     config.objective.estimator = "grpo"  # a trajectory: grpo | dr_grpo | rloo | ngrpo
     # | lead; a turn: gtpo | mt_grpo | gigpo; with a critic: steppo
-    config.objective.scale_rewards = "std"  # std | none | batch; dr_grpo: always none
+    config.objective.scale_rewards = "std"  # std | none | batch; dr_grpo: always none;
+    # batch: grpo and ngrpo only
     config.objective.ddof = 1  # 1: sample standard deviation, 0: population
     config.objective.virtual_reward = placeholder(float)  # ngrpo: of the virtual best
     # sample, without the interaction bonus; None: the most that the reward can give
@@ -89,6 +90,8 @@ def get_config() -> ConfigDict:
     config.objective.lld = 0.0  # weight of the likelihood-displacement penalty
     config.objective.lld_gate = "action"  # action | response | token
     config.objective.lld_normalization = "paper"  # paper | code
+    config.objective.lld_answer = "none"  # weight of a final answer's tokens in it, by
+    # the batch's mean of executed calls: none (1) | paper | code
     config.objective.entropy = 0.0  # weight of the entropy bonus
     config.objective.tis_cap = placeholder(float)  # cap of trainer/sampler; None: off
     config.objective.tis_level = "token"  # token | sequence | geometric
@@ -99,7 +102,8 @@ def get_config() -> ConfigDict:
     # between the gradients of both, four extra passes each; 0: never
     config.objective.mask_truncated_completions = False  # drop cut-off trajectories
     config.objective.mask_void_turns = False  # and those with a turn of no use
-    config.objective.drop_flat_groups = False  # leave out groups of equal outcomes
+    config.objective.drop_flat_groups = False  # leave out groups of equal total rewards
+    # (with bonuses and turn terms, without the overlong penalty)
     config.objective.drop_saturated_groups = False  # and those that are all solved
     config.objective.max_draws = 1  # rollouts a step at most in which other groups take
     # the place of those that the two filters drop; 1: they are not replaced
@@ -130,6 +134,8 @@ def get_config() -> ConfigDict:
     config.reward.schema_valid = 0.0  # weight: that name a tool and fit its schema
     config.reward.executed = 0.0  # weight: that ran without an error
     config.reward.stages = False  # grade the outcome: readable .1, right 1
+    config.reward.failure_bonus = False  # failures earn -1 of the maximum and .1 more a
+    # turn with calls, up to -.6 (ReTool)
     config.reward.similarity = 0.0  # most that failures earn for code like that of
     # their group's passing members
     config.reward.embedding = ""  # dotted path, texts to vectors; "": code tokens

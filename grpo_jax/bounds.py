@@ -39,6 +39,7 @@ CHOICES = {
     "objective.reference": ("start", "base"),
     "objective.lld_gate": ("action", "response", "token"),
     "objective.lld_normalization": ("paper", "code"),
+    "objective.lld_answer": ("none", "paper", "code"),
     "reward.fund": ("graded", "article", "capped"),
     "reward.floor_mode": ("bonus", "kl", "reject"),
     "data.prompt_style": ("short", "full"),

@@ -11,7 +11,10 @@ from ml_collections import ConfigDict
 def clashes(config: ConfigDict) -> Iterator[str]:
     """One sentence a clash: which keys, and why they do not go together."""
     yield from _estimator(config)
+    yield from _scale(config.objective)
+    yield from _unread_rewards(config)
     yield from _loss(config.objective)
+    yield from _displacement(config)
     yield from _roles(config)
 
 
@@ -34,17 +37,6 @@ def _estimator(config: ConfigDict) -> Iterator[str]:
             f"objective.redraw='{choices.redraw}' says what replaces dropped groups; "
             "objective.max_draws=1 replaces none"
         )
-    if choices.estimator == "gigpo" and choices.scale_rewards == "batch":
-        yield (
-            "objective.scale_rewards='batch' does not fit objective.estimator='gigpo', "
-            "which compares turns from equal states; use 'std' or 'none'"
-        )
-    if choices.estimator == "steppo" and choices.scale_rewards == "batch":
-        yield (
-            "objective.scale_rewards='batch' does not fit "
-            "objective.estimator='steppo', which knows no groups: 'std' divides by the "
-            "deviation of the batch, 'none' does not divide"
-        )
     if choices.step != "turn" and choices.estimator != "steppo":
         yield (
             f"objective.step='{choices.step}' cuts turns for objective.estimator="
@@ -55,6 +47,87 @@ def _estimator(config: ConfigDict) -> Iterator[str]:
         yield (
             f"objective.overlong_buffer={choices.overlong_buffer} is above "
             f"rollout.max_completion_length={longest}: every answer would be penalised"
+        )
+
+
+OUTCOME_TERMS = ("stages", "failure_bonus", "similarity")
+# Estimators that know fewer scales than `objective.group_advantages`, and why.
+SCALES = {
+    "dr_grpo": (("std", "none"), "which never divides"),
+    "rloo": (("std",), "which never divides"),
+    "lead": (("std",), "which always divides by the group's deviation"),
+    "mt_grpo": (("std",), "whose turns are always divided by their deviation"),
+    "gtpo": (
+        ("std", "none"),
+        "whose objective.norm_scope='batch' compares the turns of the batch",
+    ),
+    "gigpo": (("std", "none"), "which compares turns from equal states"),
+    "steppo": (
+        ("std", "none"),
+        "which knows no groups: 'std' divides by the deviation of the batch",
+    ),
+}
+
+
+def _scale(choices: ConfigDict) -> Iterator[str]:
+    """A scale that the estimator would not look at."""
+    known, why = SCALES.get(choices.estimator, ((choices.scale_rewards,), ""))
+    if choices.scale_rewards not in known:
+        yield (
+            f"objective.scale_rewards='{choices.scale_rewards}' does not fit "
+            f"objective.estimator='{choices.estimator}', {why}; use "
+            + " or ".join(f"'{name}'" for name in known)
+        )
+
+
+def _unread_rewards(config: ConfigDict) -> Iterator[str]:
+    """Rewards that the estimator would not look at, or the one that it lives on."""
+    choices, reward = config.objective, config.reward
+    bonus = reward.floor if reward.floor_mode == "bonus" else 0.0
+    by_turn = {name: reward[name] for name in ("parsed", "schema_valid", "executed")}
+    by_turn |= {"interaction": reward.interaction, "floor": bonus}
+    by_turn |= {"overuse": reward.overuse}
+    beside = by_turn | {name: reward[name] for name in OUTCOME_TERMS}
+    given = {f"reward.{name}": value for name, value in beside.items() if value}
+    if choices.overlong_buffer:
+        given["objective.overlong_buffer"] = choices.overlong_buffer
+    if choices.estimator == "lead" and given:
+        key, value = next(iter(given.items()))
+        yield (
+            f"{key}={value!r} would not be read: objective.estimator='lead' sets the "
+            "rewards itself, by right or wrong and by length"
+        )
+    if reward.stages and reward.failure_bonus:
+        yield (
+            "reward.failure_bonus=True and reward.stages=True both say what a failure "
+            "earns; use one"
+        )
+    if choices.estimator == "mt_grpo" and not (
+        any(by_turn.values())
+        or reward.functions
+        or config.tools.environment not in ("fund", "fund_bank", "python")
+    ):
+        yield (
+            "objective.estimator='mt_grpo' without a reward by turn is 'grpo': set "
+            "reward.parsed, reward.schema_valid or reward.executed, or give one float "
+            "a turn from reward.functions"
+        )
+
+
+def _displacement(config: ConfigDict) -> Iterator[str]:
+    """The penalty on lost likelihood where nothing can be lost."""
+    choices = config.objective
+    updates = config.train.num_minibatches * config.train.num_iterations
+    if choices.lld and updates == 1 and not config.lora.dropout:
+        yield (
+            f"objective.lld={choices.lld} is exactly 0 with one update a rollout "
+            "batch, in which the policy is still the old one: raise "
+            "train.num_minibatches or train.num_iterations"
+        )
+    if choices.lld_answer != "none" and not choices.lld:
+        yield (
+            f"objective.lld_answer='{choices.lld_answer}' weighs the answers' part of "
+            "objective.lld, which is 0"
         )
 
 

@@ -189,8 +189,12 @@ def most_valuable(groups: Sequence[Group], number: int) -> list[tuple[Task, int]
     return chosen
 
 
-def value(group: Group) -> float:
-    """VSPO's V = (R_max - mean) * std of a group's rewards, population deviation.
+def value(group: Group, ddof: int = 0) -> float:
+    """VSPO's V = (R_max - mean) * std of a group's rewards.
+
+    The population deviation by default, as no source says which one; `ddof` 1 makes
+    every value of equally large groups larger by the same factor, so that the order in
+    which tasks are chosen is the same.
 
     R_max is 1 if none is declared. At its largest, for a binary reward, where a quarter
     of the group succeeds.
@@ -200,4 +204,4 @@ def value(group: Group) -> float:
         return 0.0
     totals = [reward.total for reward in scored]
     best = 1.0 if scored[0].maximum is None else scored[0].maximum
-    return float((best - np.mean(totals)) * np.std(totals))
+    return float((best - np.mean(totals)) * np.std(totals, ddof=ddof))

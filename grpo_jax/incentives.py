@@ -16,7 +16,7 @@ from tools_env.rewards import RewardSet, load_function
 from tools_env.terms import TURN_TERMS, Overuse, Shaping, needs_tool
 
 NEEDING_TOOLS = ("parsed", "schema_valid", "executed", "similarity")
-NEEDING_TOOLS += ("interaction", "floor")
+NEEDING_TOOLS += ("failure_bonus", "interaction", "floor")
 
 
 def make_rewards(config: ConfigDict) -> RewardSet | None:
@@ -46,8 +46,13 @@ def make_shaping(
                 f"reward.{key}={keys[key]} needs an environment that executes tools; "
                 f"tools.environment='{config.tools.environment}' has none"
             )
+    if config.objective.lld_answer != "none" and not has_tools:
+        raise BadInput(
+            f"objective.lld_answer='{config.objective.lld_answer}' goes by executed "
+            f"calls; tools.environment='{config.tools.environment}' executes none"
+        )
     outcome = environment.max_reward if rewards is None else rewards.maximum
-    for key in ("stages", "similarity"):
+    for key in ("stages", "similarity", "failure_bonus"):
         if keys[key] and not outcome:
             raise BadInput(
                 f"reward.{key}={keys[key]} needs to know the most that the outcome can "
@@ -62,6 +67,7 @@ def make_shaping(
         weights=weights,
         overuse=tuple(_overuse(rule) for rule in keys.overuse),
         stages=keys.stages,
+        failure_bonus=keys.failure_bonus,
         similarity=keys.similarity,
         embed=load("reward.embedding", keys.embedding) if keys.embedding else None,
         interaction=make_controller(config).active,

@@ -129,6 +129,7 @@ class TrajectoryBatch:
       teacher_logprobs: f32, of the policy that also knows the answer; NaN without one.
       advantages: f32, of the token's turn.
       outcome_advantages: f32, of the token's trajectory; selects rows for LLD.
+      lld_weights: f32, of the token in the likelihood-displacement penalty.
       old_values: f32, the critic's value of the token's step before the first update.
       returns: f32, what the critic should say there.
     """
@@ -147,5 +148,6 @@ class TrajectoryBatch:
     teacher_logprobs: Leaf
     advantages: Leaf
     outcome_advantages: Leaf
+    lld_weights: Leaf
     old_values: Leaf
     returns: Leaf

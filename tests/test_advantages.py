@@ -25,6 +25,17 @@ def reference_standardise(pool, ddof, eps, pool_extra=()):
 # --- groups ---------------------------------------------------------------------------
 
 
+def test_one_deviation_for_the_group_golden():
+    """Not the spread of those who call punishes them, but a lower mean: 3/8 and 4/8
+    right answers; a mean of a half with any spread costs nothing."""
+    right = np.array([1] * 3 + [0] * 5 + [1] * 4 + [0] * 4, np.float32)
+    tool, text = np.split(np.asarray(group(right)), 2)
+    np.testing.assert_allclose([tool.mean(), text.mean()], [-0.121987, 0.121987], 1e-5)
+    spread = np.array([1, 0] * 4 + [0.5] * 8, np.float32)
+    tool, text = np.split(np.asarray(group(spread)), 2)
+    np.testing.assert_allclose([tool.mean(), text.mean()], 0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("rewards", "options", "expected"),
     [

@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
+from configs import tir
+from grpo_jax import objective
 from grpo_jax.training.assign import Estimator, is_void, solved
+from grpo_jax.training.batching import collate
+from grpo_jax.training.choices import make_estimator
 from grpo_jax.training.steps import first_tokens, token_steps
 from grpo_jax.types import Segment, Source, Trajectory
 from tools_env.protocol import CallRecord, Reward, Task, Turn
@@ -240,3 +244,60 @@ def test_steppo_steps_are_parts_of_turns_where_roles_say_so():
     np.testing.assert_allclose(found.advantages, [-0.25, 0.5, 0.5, -0.25], atol=1e-6)
     np.testing.assert_allclose(found.returns, [0.25, 0.75, 1.25, 0.75], atol=1e-6)
     assert found.steps.tolist() == steps.tolist()
+
+
+def test_gtpo_only_centres_where_asked():
+    group = [rollout(1.0, "ok"), rollout(0.0)]
+    rows, _ = advantages(group, name="gtpo", scale="none", gamma=1.0, max_turns=2)
+    np.testing.assert_allclose(rows[0], [1 / 3, 1 / 3], atol=1e-6)
+    np.testing.assert_allclose(rows[1], [-2 / 3], atol=1e-6)
+
+
+def test_flat_is_said_of_total_rewards_and_not_of_lengths():
+    """A bonus tells two successes apart; an overlong answer alone does not."""
+    bonus = [rollout(1.1, "ok", turns=[0.1, 0.0]), rollout(1.0)]
+    rows, metrics = advantages(bonus, drop_flat=True, max_turns=2)
+    assert rows[0][0] > 0 > rows[1][0] and metrics["filter/flat_groups"] == 0
+    lengths = [rollout(1.0, tokens=20), rollout(1.0, tokens=10)]
+    options = {"overlong_buffer": 10, "max_length": 20}
+    rows, metrics = advantages(lengths, drop_flat=True, **options)
+    assert rows == [None, None] and metrics["filter/flat_groups"] == 1
+    rows, _ = advantages(lengths, **options)
+    assert rows[0] < 0 < rows[1]
+
+
+def test_the_default_stack_learns_nothing_from_identical_successes():
+    """A discount below 1 would punish their opening turns."""
+    estimator = make_estimator(tir.get_config(), True)
+    group = [rollout(1.0, "ok", "ok") for _ in range(16)]
+    assert estimator.gamma < 1 and estimator.examples(group)[0] == []
+    group[3] = rollout(0.0, "ok", "ok")
+    assert len(estimator.examples(group)[0]) == 16
+
+
+@pytest.mark.parametrize("form, weight", [("none", 1.0), ("paper", 0.6), ("code", 0.2)])
+def test_answers_weigh_by_the_executed_calls_of_the_batch(form, weight):
+    """Six in five trajectories, 1.2 each; what could not be read does not count."""
+    group = [rollout(1.0, "ok", "error", "malformed"), rollout(0.0, *["ok"] * 4)]
+    group += [rollout(0.0, "unknown"), rollout(0.0), rollout(1.0)]
+    made = Estimator("grpo", 5, max_turns=5, lld_answer=form)
+    examples, metrics = made.examples(group)
+    assert [one.answer_weight for one in examples] == pytest.approx([weight] * 5)
+    if form != "none":
+        assert metrics["lld/answer_weight"] == pytest.approx(weight)
+
+
+def test_simpletir_denominator_golden():
+    """r = 1, 0, 0, 1, the third void: its row leaves the sequence mean too."""
+    group = [rollout(1.0), rollout(0.0), rollout(0.0, text=" "), rollout(1.0)]
+    made = Estimator("grpo", 4, mask_void=True)
+    (batch,) = collate(made.examples(group)[0], row_length=16, rows=1)
+    zeros = np.zeros(batch.tokens.shape, np.float32)
+    loss = objective.policy_loss(
+        *(zeros, zeros, batch.advantages, batch.action_mask),
+        aggregation="seq_mean_token_mean",
+        segment_ids=batch.segment_ids,
+    )
+    assert loss.weight == 3
+    np.testing.assert_allclose(-loss.loss, 0.288675, atol=1e-6)
+    np.testing.assert_allclose(-loss.total / 4, 0.216506, atol=1e-6)

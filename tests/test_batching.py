@@ -23,7 +23,7 @@ from grpo_jax.training import update
 from grpo_jax.training.batching import Example, collate, pack, unpack
 from grpo_jax.training.logprobs import attention_mask, batch_logprobs
 from grpo_jax.types import Segment, Source, Trajectory
-from tools_env.protocol import Task
+from tools_env.protocol import CallRecord, Task, Turn
 
 LENGTH, ROWS = 96, 4
 
@@ -39,6 +39,19 @@ def segments(*pieces):
 def example(pieces, group=0, advantages=(1.0,)):
     one = Trajectory(Task("t", [], {}), group, 0, segments(*pieces))
     return Example(one, np.asarray(advantages, np.float32), 2.0)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_answer_weight_is_of_the_last_turn_if_it_calls_nothing(calls):
+    pieces = [(Source.PROMPT, [1]), (Source.MODEL, [2, 3]), (Source.TOOL, [4])]
+    one = example([*pieces, (Source.MODEL, [5, 6])], advantages=(1.0, 1.0))
+    call = CallRecord("t", {}, "ok", "")
+    one.trajectory.turns += [Turn("", [call]), Turn("a", [call] * calls)]
+    one = dataclasses.replace(one, answer_weight=0.25)
+    (batch,) = collate([one, example(pieces[:2])], row_length=12, rows=1)
+    last = 1.0 if calls else 0.25
+    expected = [0, 1, 1, 0, last, last, 1, 1, 0, 0, 0, 0]
+    np.testing.assert_array_equal(batch.lld_weights[0], np.float32(expected))
 
 
 def test_layout_of_the_module_docstring():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs import base
+from configs import base, tir
 from grpo_jax import config as configuration
 from grpo_jax.config import BadInput
 
@@ -13,6 +13,13 @@ CLASHES = [
     ),
     ({"estimator": "gigpo", "scale_rewards": "batch"}, "use 'std' or 'none'"),
     ({"estimator": "steppo", "scale_rewards": "batch"}, "which knows no groups"),
+    ({"estimator": "dr_grpo", "scale_rewards": "batch"}, "which never divides"),
+    ({"estimator": "gtpo", "scale_rewards": "batch"}, "objective.norm_scope='batch'"),
+    ({"estimator": "rloo", "scale_rewards": "none"}, "never divides; use 'std'"),
+    ({"estimator": "lead", "scale_rewards": "none"}, "always divides"),
+    ({"estimator": "lead", "overlong_buffer": 64}, "=64 would not be read"),
+    ({"lld": 0.2}, "exactly 0 with one update a rollout batch"),
+    ({"lld_answer": "paper"}, "part of objective.lld, which is 0"),
     ({"step": "role"}, "'grpo' has no steps"),
     ({"overlong_buffer": 600}, "=600 is above rollout.max_completion_length=512"),
     ({"dual_clip": 1.0}, r"must be above 1\.0 with objective\.clip='fixed'"),
@@ -33,10 +40,75 @@ ROLES = [
 ]
 
 
-def made(changes):
+def made(changes, **keys):
     config = base.get_config()
     config.objective.update(changes)
+    config.update_from_flattened_dict(
+        {k.replace("__", "."): v for k, v in keys.items()}
+    )
     return config
+
+
+def refused(config, reason):
+    with pytest.raises(BadInput, match=reason):
+        configuration.check(config)
+
+
+UNREAD = {
+    "parsed": 0.1,
+    "schema_valid": 0.1,
+    "executed": 0.1,
+    "interaction": 0.1,
+    "floor": 0.5,
+    "overuse": (("t", "toy.vowels", 0.3),),
+    "stages": True,
+    "failure_bonus": True,
+    "similarity": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_lead_reads_no_reward_beside_right_and_wrong(name):
+    config = made({}, **{f"reward__{name}": UNREAD[name]})
+    configuration.check(config)
+    config.objective.estimator = "lead"
+    refused(config, rf"reward\.{name}=.*would not be read.*'lead' sets the rewards")
+    config.reward.floor_mode = "kl"  # no reward
+    if name == "floor":
+        configuration.check(config)
+
+
+def test_mt_grpo_needs_a_reward_by_turn():
+    config = made({"estimator": "mt_grpo"})
+    refused(config, "'mt_grpo' without a reward by turn is 'grpo'")
+    for keys in (
+        {"reward__executed": 0.2},
+        {"reward__interaction": 0.1},
+        {"reward__functions": ("toy.vowel_reward",)},
+        {"tools__environment": "toy.ToyEnvironment"},
+    ):
+        configuration.check(made({"estimator": "mt_grpo"}, **keys))
+    config = made({"estimator": "mt_grpo", "scale_rewards": "none"})
+    config.reward.executed = 0.2
+    refused(config, "turns are always divided")
+
+
+def test_the_lld_penalty_needs_a_second_update_or_dropout():
+    for keys in (
+        {"train__num_minibatches": 2},
+        {"train__num_iterations": 2},
+        {"lora__dropout": 0.1},
+    ):
+        configuration.check(made({"lld": 0.2, "lld_answer": "code"}, **keys))
+
+
+def test_variants_that_leave_the_lld_penalty_without_effect_are_refused():
+    configuration.check(tir.get_config("llds"))
+    refused(tir.get_config("rloo,llds"), "exactly 0 with one update")
+
+
+def test_two_ways_to_grade_failures_are_refused():
+    refused(made({}, reward__stages=True, reward__failure_bonus=True), "use one")
 
 
 @pytest.mark.parametrize(("changes", "reason"), CLASHES + ROLES)
@@ -50,8 +122,9 @@ def test_clashes_are_refused(changes, reason):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"estimator": "ngrpo", "drop_saturated_groups": True, "lld": 0.2},
-        {"estimator": "gtpo", "ratio": "cumulative", "clip": "sqrt_log", "lld": 0.2},
+        {"estimator": "ngrpo", "drop_saturated_groups": True},
+        {"estimator": "gtpo", "ratio": "cumulative", "clip": "sqrt_log"},
+        {"estimator": "gtpo", "scale_rewards": "none", "norm_scope": "batch"},
         {"estimator": "gigpo", "scale_rewards": "none"},
         {"tis_level": "sequence", "tis_mode": "mask", "tis_cap": 3.0},
         {"overlong_buffer": 512, "surrogate": "cispo"},

@@ -110,13 +110,16 @@ def tool_results(example):
     return len(example.trajectory.calls)
 
 
-def test_sparse_rows_are_left_out_and_the_articles_nine_stay(tmp_path, chat, caplog):
-    """The golden selection: of 3, 9, 10, 14, 0, 12 calls those of at least nine."""
+@pytest.mark.parametrize(("least", "dense"), [(9, [9, 10, 14, 12]), (10, [10, 14, 12])])
+def test_sparse_rows_are_left_out(tmp_path, chat, caplog, least, dense):
+    """The golden selection: of 3, 9, 10, 14, 0, 12 calls those of more than nine
+    (ASTER), or of at least nine (the article)."""
     call = [{"role": "assistant", "content": "c"}, {"role": "tool", "content": "1"}]
     rows = [{"messages": [USER, *call * n, ANSWER]} for n in (3, 9, 10, 14, 0, 12)]
-    kept = gold(tmp_path, chat, *rows, min_tool_calls=9)
-    assert [tool_results(example) for example in kept] == [9, 10, 14, 12]
-    assert "left out 2 with fewer than 9 tool calls" in caplog.text
+    kept = gold(tmp_path, chat, *rows, min_tool_calls=least)
+    assert [tool_results(example) for example in kept] == dense
+    left = 6 - len(dense)
+    assert f"left out {left} with fewer than {least} tool calls" in caplog.text
     for example in kept:
         sources = [segment.source for segment in example.trajectory.segments]
         assert sources.count(Source.MODEL) == tool_results(example) + 1

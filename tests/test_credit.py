@@ -7,6 +7,7 @@ import pytest
 from test_advantages import reference_standardise
 
 from grpo_jax import objective
+from grpo_jax.objective.credit import difficulty_weight
 
 NAN = np.nan
 
@@ -49,6 +50,12 @@ def test_lead_weighs_by_difficulty_golden():
     np.testing.assert_allclose(got, [[3.707060] + [-0.228031] * 7], atol=1e-5)
     mirrored = objective.lead_advantages(-np.ones((1, 8)), ~correct, same)
     np.testing.assert_allclose(mirrored, [[-3.707060] + [0.228031] * 7], atol=1e-5)
+
+
+def test_lead_difficulty_golden():
+    got = difficulty_weight(jnp.array([0, 0.25, 0.5, 0.75, 0.875, 1]))
+    expected = [1.499392, 1.492638, 1.416556, 0.95, 0.644970, 0.483444]
+    np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_lead_pushes_down_on_all_correct_groups():

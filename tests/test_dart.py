@@ -30,7 +30,11 @@ from grpo_jax.rollout.roles import RoleTable, Router
 from grpo_jax.rollout.sampler import Sampling
 from grpo_jax.training import update
 from grpo_jax.training.batching import Example, collate
-from grpo_jax.training.interference import gradient_cosines
+from grpo_jax.training.interference import (
+    LEAS_DESIGN,
+    gradient_cosines,
+    interference_term,
+)
 from grpo_jax.training.logprobs import adapter_routes
 from grpo_jax.training.roles import by_role, role_weight
 from grpo_jax.training.update import Loss
@@ -434,3 +438,22 @@ def test_what_routed_adapters_cannot_be(parts, tmp_path):
         models.load_peft(tmp_path / "both", models.load_model("tiny", lora=plain))
     with pytest.raises(BadInput, match=r"reasoning.*adapter_config\.json"):
         models.load_peft(tmp_path / "both" / "tool", model)
+
+
+def test_leas_golden():
+    scores = (0.2, 0.3, 0.35, 0.4)
+    np.testing.assert_allclose(interference_term(*scores), -0.05, atol=1e-9)
+    got = interference_term(*scores, logits=True)
+    np.testing.assert_allclose(got, -0.325422, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.det(LEAS_DESIGN), -1, atol=1e-9)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        interference_term(0.0, 0.3, 0.35, 0.4, logits=True)
+
+
+def test_leas_interaction_is_the_designs_last_effect():
+    """Solving the six equations gives the same number, whatever the heads score."""
+    scores = np.random.default_rng(0).random(6)
+    effects = np.linalg.solve(np.array(LEAS_DESIGN, float), scores)
+    base, reasoning, tool, both = scores[:4]
+    expected = interference_term(base, reasoning, tool, both)
+    np.testing.assert_allclose(effects[5], expected, atol=1e-9)

@@ -15,6 +15,7 @@ DART = (
     "--config.objective.role_gradients_every=2",
     "--config.data.num_eval_tasks=0",
     "--config.train.num_minibatches=1",
+    "--config.objective.lld=0.0",  # of a single update it is 0, and refused
 )
 
 

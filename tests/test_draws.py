@@ -109,6 +109,14 @@ def test_value_golden(totals, expected):
     np.testing.assert_allclose(draws.value(group(task, *totals)), expected, atol=1e-6)
 
 
+def test_value_sample_deviation_and_quarter_golden():
+    task = Task("t", [])
+    sample = draws.value(group(task, 1, 0, 0, 0, 0), ddof=1)
+    np.testing.assert_allclose(sample, 0.357771, atol=1e-6)
+    quarter = draws.value(group(task, 1, 0, 0, 0))
+    np.testing.assert_allclose(quarter, 0.324760, atol=1e-6)
+
+
 def test_a_quarter_of_successes_is_worth_most():
     shares = [
         draws.value(group(Task("t", []), *[1] * k + [0] * (8 - k))) for k in range(9)

@@ -76,3 +76,16 @@ def test_gtpo_credits_a_good_late_turn_above_a_bad_early_one():
     turns = objective.turn_advantages(rewards, np.ones((1, 2, 3), bool), gamma=0.9)
     assert turns[0, 0, 0] < turns[0, 0, 1] < turns[0, 0, 2]
     assert turns[0, 0, 2] - turns[0, 0, 0] > 0.3
+
+
+def test_gtpo_without_a_discount_still_credits_what_a_turn_earned():
+    """gamma 1: the malformed call counts against the turns up to its own alone, and
+    equal successes of any length are worth nothing, where .9 would rank their turns."""
+    mask = np.ones((1, 2, 3), bool)
+    rewards = np.array([[[-0.1, 0.0, 1.0], [0.0, 0.0, 0.0]]])
+    turns = objective.turn_advantages(rewards, mask, gamma=1.0)
+    assert turns[0, 0, 0] < turns[0, 0, 1] == turns[0, 0, 2]
+    equal = np.array([[[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
+    mask[0, 1, 2] = False
+    assert (objective.turn_advantages(equal, mask, gamma=1.0) == 0).all()
+    assert (objective.turn_advantages(equal, mask, gamma=0.9) != 0).any()

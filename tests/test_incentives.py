@@ -75,13 +75,23 @@ def test_a_most_that_is_not_declared_needs_an_explicit_value(keys):
 
 @pytest.mark.parametrize("key", incentives.NEEDING_TOOLS)
 def test_terms_of_calls_need_tools(key):
-    made = config(**{f"reward__{key}": 0.5})
-    with pytest.raises(BadInput, match=f"reward.{key}=0.5 needs .*'fund' has none"):
+    value = True if key == "failure_bonus" else 0.5
+    made = config(**{f"reward__{key}": value})
+    with pytest.raises(BadInput, match=f"reward.{key}={value} needs .*'fund' has none"):
         make_shaping(made, FundEnvironment(), None)
     make_shaping(made, PythonEnvironment(), None)
 
 
-@pytest.mark.parametrize("key, value", [("stages", True), ("similarity", 0.5)])
+def test_answer_masking_goes_by_executed_calls():
+    made = config(objective__lld_answer="paper")
+    with pytest.raises(BadInput, match="lld_answer='paper'.*'fund' executes none"):
+        make_shaping(made, FundEnvironment(), None)
+    make_shaping(made, PythonEnvironment(), None)
+
+
+@pytest.mark.parametrize(
+    "key, value", [("stages", True), ("similarity", 0.5), ("failure_bonus", True)]
+)
 def test_what_grades_the_outcome_needs_its_most(key, value):
     made = config(reward__functions=("toy.constant",), **{f"reward__{key}": value})
     with pytest.raises(BadInput, match=f"reward.{key}=.*reward.maxima"):

@@ -62,6 +62,16 @@ def test_lld_token_weights_scale_answers():
     np.testing.assert_allclose(value, ((0.6 * 0.3 + 0.05) / 5 + 0.025) / 2, atol=1e-6)
 
 
+def test_lld_answer_weight_golden():
+    assert objective.answer_weight(1.2, form="paper") == pytest.approx(0.6)
+    assert 0.2 * objective.answer_weight(1.2, form="code") == pytest.approx(0.04)
+    for calls, paper, code in ((0.0, 0, 0), (1.0, 0.5, 0), (2.0, 1, 1), (9.0, 1, 1)):
+        assert objective.answer_weight(calls, form="paper") == paper
+        assert objective.answer_weight(calls, form="code") == code
+    with pytest.raises(ValueError, match="form must be one of paper, code"):
+        objective.answer_weight(1.0, form="none")
+
+
 @pytest.mark.parametrize("gate", ["action", "response", "token"])
 def test_lld_is_inert_on_policy(gate):
     value, gradient = lld(drop=np.zeros_like(LLD_DROP), gate=gate)

@@ -26,6 +26,7 @@ SMALL = {
     "rollout.slots": 2,
     "train.prompts_per_step": 1,
     "train.num_minibatches": 1,
+    "train.num_iterations": 2,  # with one update the penalty on likelihoods is 0
     "train.micro_batch_size": 1,
     "train.num_steps": 1,
     "objective.ratio": "token",

@@ -7,6 +7,8 @@ from grpo_jax.objective import scans
 
 running_sum = jax.jit(scans.running_sum)
 segment_sum = jax.jit(scans.segment_sum)
+running_count = jax.jit(scans.running_count)
+running_sum_and_count = jax.jit(scans.running_sum_and_count)
 segment_count = jax.jit(scans.segment_count)
 discounted_sum = jax.jit(scans.discounted_sum)
 
@@ -73,8 +75,14 @@ def test_counts_against_loops(length):
     rng = np.random.default_rng(4)
     mask = rng.random((5, length)) < 0.4
     starts = random_starts(rng, mask.shape)
+    running = running_count(jnp.asarray(mask), jnp.asarray(starts))
+    np.testing.assert_array_equal(running, loop_running(mask.astype(int), starts))
+    x = rng.normal(size=mask.shape).astype(np.float32)
+    sums, same = running_sum_and_count(*map(jnp.asarray, (x, mask, starts)))
+    np.testing.assert_allclose(sums, loop_running(x, starts), atol=1e-5)
+    np.testing.assert_array_equal(same, running)
     counts = segment_count(jnp.asarray(mask), jnp.asarray(starts))
-    assert counts.dtype == jnp.int32
+    assert counts.dtype == running.dtype == jnp.int32
     np.testing.assert_array_equal(counts, loop_segment(mask, starts))
     whole = segment_count(jnp.asarray(mask))
     np.testing.assert_array_equal(

@@ -231,3 +231,21 @@ def test_a_group_without_failures_or_passes_is_left_alone():
     assert shaped(keys, fails) == [0.0, 0.0]
     unknown = dataclasses.replace(keys, outcome=None)
     assert shaped(unknown, [trajectory(), trajectory(total=0.0)]) == [1.0, 0.0]
+
+
+def test_retools_failed_score_golden():
+    scores = [terms.failed_score(turns) for turns in (2, 4, 6, 10, 16)]
+    assert scores == pytest.approx([-1, -0.9, -0.8, -0.6, -0.6])
+
+
+def test_only_failures_earn_the_failure_bonus():
+    keys = shaping(failure_bonus=True, outcome=2.0, maximum=2.0)
+    twice = [calls("ok"), calls("error"), []]
+    assert keys.apply(trajectory(*twice, total=2.0)).total == 2.0
+    failed = keys.apply(trajectory(*twice, total=0.5))
+    assert failed.total == pytest.approx(2 * -0.8) and failed.passed is False
+    assert failed.parts["outcome"] == 0.5 and failed.parts["failed_score"] == -0.8
+    assert keys.apply(trajectory(total=0.0)).total == pytest.approx(-2.0)
+    silent = trajectory(total=0.0)
+    silent.reward = Reward(None)
+    assert keys.apply(silent).total is None

@@ -94,6 +94,16 @@ def flat_or_vowels(completions, flat, **kwargs):
     ]
 
 
+def every_other(completions, **kwargs):
+    """1 and 0 in turn: some of every group succeed, whatever they say."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def first_group_flat(completions, **kwargs):
+    """The same, but the first four of a rollout all succeed."""
+    return [1.0 if i < 4 else float(i % 2) for i in range(len(completions))]
+
+
 def constant(completions, **kwargs):
     return [0.5] * len(completions)
 

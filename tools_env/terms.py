@@ -6,6 +6,9 @@ adds, each where the config asks for it and in this order:
 * stages (progressive reward shaping, arXiv 2512.07478): nothing for what cannot be
   read, a tenth of the maximum for readable text without an answer, the rest by the
   outcome. The paper's stages are not public; these are this project's own definition.
+* failure bonus (ReTool, arXiv 2504.11536, as in verl's recipe): a failed trajectory
+  earns `failed_score` of the maximum in place of its outcome, the more turns it made
+  with tools the less bad; a success earns what it did.
 * similarity (GTPO, arXiv 2511.14846): a failed trajectory gets alpha times the mean
   similarity of its code to that of the group's passing ones. The paper compares text
   embeddings; the default here is the overlap of code tokens, which needs no model.
@@ -61,6 +64,16 @@ def used_tools(trajectory: Any) -> bool:
     return any(call.status in EXECUTED for call in trajectory.calls)
 
 
+def failed_score(num_turns: int) -> float:
+    """verl's score of a wrong answer for ReTool: min(-.6, -1 + .1 (num_turns - 2) / 2).
+
+    `num_turns` counts the messages, the question among them: 2 without a call, 2 more
+    for each turn with calls and its results. 2, 4, 6, 10, 16 give -1, -.9, -.8, -.6,
+    -.6. A right answer's is 1.
+    """
+    return min(-0.6, -1.0 + 0.1 * (num_turns - 2) / 2)
+
+
 def needs_tool(task: Task, has_tools: bool = True) -> bool:
     """The task's column `needs_tool`; without one, whether there are tools at all."""
     stated = task.columns.get("needs_tool")
@@ -113,6 +126,7 @@ class Shaping:
       weights: of the turn terms, by name.
       overuse: the penalties.
       stages: grade the outcome by stages.
+      failure_bonus: failures earn `failed_score`.
       similarity: alpha of the shaping of failed trajectories; 0: none.
       embed: texts to vectors; None: overlap of code tokens.
       interaction: there is a bonus, which varies and comes with every call.
@@ -124,6 +138,7 @@ class Shaping:
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
     overuse: tuple[Overuse, ...] = ()
     stages: bool = False
+    failure_bonus: bool = False
     similarity: float = 0.0
     embed: Callable[[Sequence[str]], Sequence[Sequence[float]]] | None = None
     interaction: bool = False
@@ -146,6 +161,12 @@ class Shaping:
         )
         if self.stages:
             reward = self._staged(trajectory, reward)
+        if self.failure_bonus and not passed:
+            score = failed_score(2 * len(trajectory.turns))
+            parts = reward.parts | {"failed_score": score}
+            reward = dataclasses.replace(
+                reward, total=self.outcome * score, parts=parts, turns=None
+            )
         for name, weight in self.weights.items():
             (values,) = TURN_TERMS[name]([trajectory])
             reward = _add(reward, name, values, weight)
@@ -159,7 +180,7 @@ class Shaping:
     @property
     def _adds(self) -> bool:
         terms = (self.weights, self.overuse, self.stages, self.similarity)
-        return any(terms) or self.interaction
+        return any(terms) or self.interaction or self.failure_bonus
 
     def shape_failures(self, trajectories: Sequence[Any]) -> None:
         """Give failed trajectories the similarity term; `passed` must be known."""

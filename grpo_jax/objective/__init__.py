@@ -31,7 +31,12 @@ from grpo_jax.objective.filters import (
 from grpo_jax.objective.gear import gear_weights
 from grpo_jax.objective.importance import tis_weights
 from grpo_jax.objective.losses import PolicyLoss, aggregate, policy_loss
-from grpo_jax.objective.penalties import entropy_bonus, kl_penalty, lld_penalty
+from grpo_jax.objective.penalties import (
+    answer_weight,
+    entropy_bonus,
+    kl_penalty,
+    lld_penalty,
+)
 from grpo_jax.objective.ratios import cumulative_log_ratio
 from grpo_jax.objective.values import explained_variance, value_loss
 
@@ -39,6 +44,7 @@ __all__ = [
     "POSITIONS",
     "PolicyLoss",
     "aggregate",
+    "answer_weight",
     "cumulative_log_ratio",
     "entropy_bonus",
     "explained_variance",

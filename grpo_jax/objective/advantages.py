@@ -68,28 +68,35 @@ def group_advantages(
     return jax.lax.stop_gradient(jnp.where(live, centred, 0.0)[:, :num_real])
 
 
-@partial(jax.jit, static_argnames=("norm_scope", "ddof"))
+@partial(jax.jit, static_argnames=("norm_scope", "scale", "ddof"))
 def turn_advantages(
     turn_rewards: Real[AnyArray, "P G M"],
     turn_mask: Bool[AnyArray, "P G M"],
     *,
     gamma: ScalarLike,
     norm_scope: str = "group",
+    scale: str = "std",
     ddof: int = 1,
     eps: ScalarLike = 1e-6,
 ) -> Float[Array, "P G M"]:
     """GTPO: discounted returns of each turn, normalised over all turns of a pool.
 
     The pool is the group (default; the paper's wording allows it) or the batch (the
-    public fork). A trajectory with a non-finite turn reward gets 0 and leaves the
-    pool. With gamma < 1 an all-pass group is not flat: its later turns look better.
+    public fork). `scale`: "std" is the paper's, "none" only centres. A trajectory with
+    a non-finite turn reward gets 0 and leaves the pool. With gamma < 1 an all-pass
+    group is not flat: its later turns look better.
     """
     check_choice("norm_scope", norm_scope, ("group", "batch"))
+    check_choice("scale", scale, ("std", "none"))
     rewards, use = usable_rows(turn_mask, turn_rewards)
     returns = discounted_sum(rewards, jnp.full(rewards.shape, gamma, jnp.float32))
     num_pools = rewards.shape[0] if norm_scope == "group" else 1
     pool, in_pool = (x.reshape(num_pools, -1) for x in (returns, use))
-    advantages = standardise(pool, in_pool, ddof, eps)
+    if scale == "std":
+        advantages = standardise(pool, in_pool, ddof, eps)
+    else:
+        centred, live = centre(pool, in_pool)
+        advantages = jnp.where(live, centred, 0.0)
     return jax.lax.stop_gradient(advantages.reshape(rewards.shape))
 
 

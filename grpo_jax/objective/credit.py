@@ -67,7 +67,9 @@ def lead_advantages(
     advantages = group_advantages(earned, use, ddof=ddof, eps=eps)
     count = jnp.maximum(jnp.sum(use, axis=1, keepdims=True), 1)
     share = jnp.sum(use & (earned > 0), axis=1, keepdims=True) / count
-    weight = jnp.where(advantages > 0, _difficulty(share), _difficulty(1 - share))
+    weight = jnp.where(
+        advantages > 0, difficulty_weight(share), difficulty_weight(1 - share)
+    )
     return jax.lax.stop_gradient(advantages * weight)
 
 
@@ -80,7 +82,8 @@ def _length_scores(lengths, correct, use, min_length) -> Float[Array, "P G"]:
     return jnp.where(jnp.mean(shortest, axis=1, keepdims=True) > min_length, z, 0.0)
 
 
-def _difficulty(share: Float[Array, "P 1"]) -> Float[Array, "P 1"]:
+def difficulty_weight(share: Float[AnyArray, "*R"]) -> Float[Array, "*R"]:
+    """GRPO-LEAD's w(q), from 1.5 where nothing is right to .48 where everything is."""
     return 0.4 + 1.1 * jax.nn.sigmoid(-10 * (share - 0.75))
 
 

@@ -110,6 +110,21 @@ def lld_penalty(
     return aggregate(losses, use, chosen=preferred)
 
 
+def answer_weight(mean_calls: float, *, form: str, base_calls: float = 2.0) -> float:
+    """What an answer's tokens weigh in `lld_penalty`, others 1 (its answer masking).
+
+    By how often the policy calls its tools, `mean_calls` valid calls a trajectory, so
+    that one which has stopped calling is not kept at its bare answers. "paper":
+    min(calls / base_calls, 1), where `base_calls` is 2 in the paper's 3B base run;
+    "code": max(calls - 1, 0), at most 1. Both multiply the penalty's own coefficient,
+    .2 as a rule: at 1.2 calls "paper" gives .6 and "code" .2, times .2 .04.
+    """
+    check_choice("form", form, ("paper", "code"))
+    if form == "paper":
+        return min(mean_calls / base_calls, 1.0)
+    return min(max(mean_calls - 1.0, 0.0), 1.0)
+
+
 def lld_gates(
     gate: str,
     drop: Float[Array, "B T"],

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grpo_jax.objective.choices import AnyArray, check_choice
 from grpo_jax.objective.scans import (
-    running_sum,
+    running_count,
+    running_sum_and_count,
     segment_count,
     segment_starts,
     segment_sum,
@@ -84,15 +85,16 @@ def cumulative_log_ratio(
     use = usable_tokens(mask, segment_ids, log_ratio)
     starts = segment_starts(segment_ids)
     tokens = jax.lax.stop_gradient(masked(use, log_ratio))
-    cumulative = running_sum(jnp.clip(tokens, -TOKEN_LIMIT, TOKEN_LIMIT), starts)
-    return cumulative, token_position(use, starts)
+    tokens = jnp.clip(tokens, -TOKEN_LIMIT, TOKEN_LIMIT)
+    cumulative, count = running_sum_and_count(tokens, use, starts)
+    return cumulative, jnp.maximum(count, 1)
 
 
 def token_position(
     use: Bool[Array, "B T"], starts: Bool[Array, "B T"] | None
 ) -> Int[Array, "B T"]:
     """1-based count of action tokens so far in the row or segment."""
-    return jnp.maximum(running_sum(use.astype(jnp.int32), starts), 1)
+    return jnp.maximum(running_count(use, starts), 1)
 
 
 def policy_log_ratio(
@@ -111,7 +113,7 @@ def policy_log_ratio(
     starts, tokens = segment_starts(segment_ids), jax.lax.stop_gradient(tokens)
     match ratio:
         case "cumulative":
-            value = running_sum(tokens, starts)
+            value, _ = running_sum_and_count(tokens, use, starts)
         case "sequence":
             value = _segment_mean(tokens, use, starts)
         case "step":

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 BLOCK = 8
+START = 1 << 30  # marks a start in a count, which is below it
 
 
 def changes(ids: Int[Array, "*R T"]) -> Bool[Array, "*R T"]:
@@ -75,18 +76,53 @@ def running_sum(
     return _scan(combine, (starts, x))[1]
 
 
+def running_count(
+    mask: Bool[Array, "*R T"], starts: Bool[Array, "*R T"] | None = None
+) -> Int[Array, "*R T"]:
+    """How many positions are True since the last start, this one included.
+
+    As `running_sum`, with the starts as a bit of the counts: one array to scan.
+    """
+    counts = mask.astype(jnp.int32)
+    if starts is None:
+        return running_sum(counts)
+    return _scan(_since_start, (counts + START * starts,))[0] & (START - 1)
+
+
+def running_sum_and_count(
+    x: Float[Array, "*R T"],
+    mask: Bool[Array, "*R T"],
+    starts: Bool[Array, "*R T"] | None = None,
+) -> tuple[Float[Array, "*R T"], Int[Array, "*R T"]]:
+    """`running_sum` of x and `running_count` of the mask in one scan of two arrays.
+
+    Under one jit a `running_count` of the same mask costs nothing more: its operations
+    are among these.
+    """
+    counts = mask.astype(jnp.int32)
+    if starts is None:
+        return running_sum(x), running_sum(counts)
+    marked, sums = _scan(_since_start, (counts + START * starts, x))
+    return sums, marked & (START - 1)
+
+
+def _since_start(left: tuple, right: tuple) -> tuple:
+    """Sums that begin anew at a start, which the first of them, a count, marks."""
+    anew = right[0] >= START
+    return tuple(jnp.where(anew, b, a + b) for a, b in zip(left, right, strict=True))
+
+
 def segment_count(
     mask: Bool[Array, "*R T"], starts: Bool[Array, "*R T"] | None = None
 ) -> Int[Array, "*R T"]:
     """How many positions of the whole segment are True, the same at all of them.
 
-    As `segment_sum`, at two thirds of its cost where `running_sum` of the mask is at
+    As `segment_sum`, at half of its cost where `running_count` of the mask is at
     hand: a count says by itself, as one more than it is, that there is one.
     """
-    counts = mask.astype(jnp.int32)
     if starts is None:
-        return segment_sum(counts)
-    ends = jnp.where(_ends(starts), running_sum(counts, starts) + 1, 0)
+        return segment_sum(mask.astype(jnp.int32))
+    ends = jnp.where(_ends(starts), running_count(mask, starts) + 1, 0)
     nearest = _scan(
         lambda later, earlier: (jnp.where(earlier[0] > 0, earlier[0], later[0]),),
         (ends,),

@@ -19,6 +19,7 @@ from grpo_jax import objective
 from grpo_jax.training.batching import Example
 from grpo_jax.training.steps import Router, judge
 from grpo_jax.types import Source, Trajectory
+from tools_env.protocol import EXECUTED
 from tools_env.terms import needs_tool
 
 # Estimators with an advantage a turn; the others have one a trajectory.
@@ -41,13 +42,17 @@ class Estimator:
       lam: steppo: GAE's lambda a step.
       router: steppo: roles that cut turns into steps; None: a turn is a step.
       norm_scope: gtpo: "group" or "batch".
+      lld_answer: "none", or what weighs answers in the likelihood-displacement penalty
+        (`objective.answer_weight`): "paper" or "code".
       turn_weight: mt_grpo and gigpo: of the turn's part beside the outcome's.
       format_penalty: gtpo: what a malformed turn loses.
       lead_alpha, lead_min_length, lead_unfinished: see `objective.lead_advantages`;
         what a truncated failure earns, where others earn -1.
       overlong_buffer, max_length: tokens of the soft penalty's slope, 0 for none, and
         where it ends.
-      drop_flat, drop_saturated: leave out groups of equal, of only perfect outcomes.
+      drop_flat: leave out groups whose total rewards are equal, bonuses and turn terms
+        included, the overlong penalty not: nothing but length tells them apart.
+      drop_saturated: leave out groups of perfect outcomes alone, whatever else joined.
       mask_truncated, mask_void: leave out rows.
     """
 
@@ -62,6 +67,7 @@ class Estimator:
     lam: float = 1.0
     router: Router | None = None
     norm_scope: str = "group"
+    lld_answer: str = "none"
     turn_weight: float = 1.0
     format_penalty: float = 0.1
     lead_alpha: float = 0.05
@@ -91,31 +97,37 @@ class Estimator:
         if self.overlong_buffer:
             metrics["rewards/overlong/mean"] = float(penalty.mean())
         outcome = self._outcome(trajectories, raw + penalty, use)
-        if self.name == "steppo":
-            options = {"gamma": self.gamma, "lam": self.lam, "router": self.router}
-            made, more = judge(
-                trajectories,
-                self._earned(trajectories, penalty).reshape(len(trajectories), -1),
-                use.ravel(),
-                values,
-                whiten=self.scale != "none",
-                **options,
-            )
-            metrics |= more
-        else:
-            turns = self._turns(trajectories, penalty, outcome, use)
-            rows = zip(turns.reshape(len(trajectories), -1), trajectories, strict=True)
-            made = [{"advantages": _smoothed(one, row)} for row, one in rows]
+        made = self._made(trajectories, penalty, outcome, use, values, metrics)
         zero = np.array([not one["advantages"].any() for one in made])
         metrics["frac_advantage_zero"] = float(zero.reshape(use.shape).all(1).mean())
         kept = use.ravel() & self._carries_loss(trajectories, metrics)
+        weight = self._answer_weight(trajectories, metrics)
         examples = [
-            Example(trajectory, outcome=one, **fields)
+            Example(trajectory, outcome=one, answer_weight=weight, **fields)
             for trajectory, one, fields in zip(
                 trajectories, outcome.ravel().tolist(), made, strict=True
             )
         ]
         return list(itertools.compress(examples, kept)), metrics
+
+    def _made(self, trajectories, penalty, outcome, use, values, metrics) -> list[dict]:
+        """Per trajectory the fields of an `Example` that the estimator says."""
+        if self.name != "steppo":
+            turns = self._turns(trajectories, penalty, outcome, use)
+            rows = zip(turns.reshape(len(trajectories), -1), trajectories, strict=True)
+            return [{"advantages": _smoothed(one, row)} for row, one in rows]
+        made, more = judge(
+            trajectories,
+            self._earned(trajectories, penalty).reshape(len(trajectories), -1),
+            use.ravel(),
+            values,
+            router=self.router,
+            whiten=self.scale != "none",
+            gamma=self.gamma,
+            lam=self.lam,
+        )
+        metrics |= more
+        return made
 
     def teaches(self, group: Sequence[Trajectory]) -> bool:
         """No group filter would drop this group."""
@@ -203,7 +215,7 @@ class Estimator:
         if self.name == "gtpo":
             faults = np.stack([self._malformed(t, size) for t in trajectories])
             rewards -= self.format_penalty * faults.reshape(rewards.shape)
-            options["norm_scope"] = self.norm_scope
+            options |= {"norm_scope": self.norm_scope, "scale": self.scale}
             return np.asarray(objective.turn_advantages(rewards, mask, **options))
         states = np.stack(
             [_states(group, size) for group in self._groups(trajectories)]
@@ -258,6 +270,17 @@ class Estimator:
             ):
                 faults[j] = 1.0
         return faults
+
+    def _answer_weight(self, trajectories, metrics: dict[str, float]) -> float:
+        """Of answers in the LLD, by the executed calls a trajectory of this batch."""
+        if self.lld_answer == "none":
+            return 1.0
+        calls = sum(call.status in EXECUTED for t in trajectories for call in t.calls)
+        weight = objective.answer_weight(
+            calls / len(trajectories), form=self.lld_answer
+        )
+        metrics["lld/answer_weight"] = weight
+        return weight
 
     def _carries_loss(self, trajectories, metrics: dict[str, float]) -> np.ndarray:
         """Rows that the row filters leave in the loss [B]; adds the share of others."""

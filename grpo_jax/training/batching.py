@@ -28,6 +28,7 @@ class Example:
       trajectory: the tokens.
       advantages: f32 [steps]; a step is a MODEL segment, unless `steps` says otherwise.
       outcome: the trajectory's own advantage.
+      answer_weight: of its answer's tokens in the likelihood-displacement penalty.
       values, returns: f32 [steps], the critic's, if there is one.
       steps: i64 [MODEL and TOOL tokens], see `steps.token_steps`.
       teacher_logprobs: f32 [MODEL and TOOL tokens], the teacher's, if there is one.
@@ -36,6 +37,7 @@ class Example:
     trajectory: Trajectory
     advantages: np.ndarray
     outcome: float
+    answer_weight: float = 1.0
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     steps: np.ndarray | None = None
@@ -46,6 +48,7 @@ FLOATS = (
     "sampler_logprobs",
     "advantages",
     "outcome_advantages",
+    "lld_weights",
     "old_values",
     "returns",
     "teacher_logprobs",
@@ -170,6 +173,9 @@ class _Row:
         arrays["turn_ids"][:] = steps
         arrays["action_mask"][:] = live
         arrays["outcome_advantages"][live] = example.outcome
+        arrays["lld_weights"][live] = 1.0
+        answer = _answer_length(example.trajectory)
+        arrays["lld_weights"][len(live) - answer :] = example.answer_weight
         said = {
             "advantages": example.advantages,
             "old_values": example.values,
@@ -195,6 +201,12 @@ class _Row:
         self.arrays["prefix_ids"][where] = prefix
         self.used += len(tokens)
         return where
+
+
+def _answer_length(trajectory: Trajectory) -> int:
+    """Tokens of the last turn if it calls nothing, else 0."""
+    turns = trajectory.turns
+    return 0 if not turns or turns[-1].calls else len(trajectory.segments[-1].tokens)
 
 
 def _key(trajectory: Trajectory) -> bytes:

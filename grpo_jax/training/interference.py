@@ -8,6 +8,7 @@ attention alone; their cosine across roles is near 0 by construction, and the on
 look at is that of a single adapter.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -22,6 +23,33 @@ from grpo_jax.types import TrajectoryBatch
 from tools_env.roles import REASONING, TOOL
 
 NAME = "roles/gradient_cosine"
+# DART's analysis of interference (LEAS): which of six effects each of six models has,
+# the first that of the base model, the last that of learning both together.
+LEAS_DESIGN = (
+    (1, 0, 0, 0, 0, 0),  # base
+    (1, 0, 1, 0, 1, 0),  # trained on reasoning
+    (1, 1, 0, 1, 0, 0),  # trained on tool calls
+    (1, 1, 1, 1, 1, 1),  # trained on both
+    (1, 1, 0, 0, 0, 0),  # tool calls of the hybrid
+    (1, 0, 1, 0, 0, 0),  # reasoning of the hybrid
+)
+
+
+def interference_term(
+    base: float, reasoning: float, tool: float, both: float, *, logits: bool = False
+) -> float:
+    """DART's interaction term both - tool - reasoning + base; negative: interference.
+
+    Of the scores, 0 to 1, of four models on the same questions (`eval/...`), or of
+    their logits, in which a score of 0 or 1 has no value (ValueError).
+    """
+    scores = (base, reasoning, tool, both)
+    if logits:
+        if not all(0 < score < 1 for score in scores):
+            raise ValueError(f"logits need scores between 0 and 1; got {scores}")
+        scores = tuple(math.log(score / (1 - score)) for score in scores)
+    base, reasoning, tool, both = scores
+    return both - tool - reasoning + base
 
 
 def gradient_cosines(

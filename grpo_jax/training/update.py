@@ -73,6 +73,7 @@ class Loss:
     lld: float = 0.0
     lld_gate: str = "action"
     lld_normalization: str = "paper"
+    lld_answer: str = "none"
     entropy: float = 0.0
     tis_cap: float | None = None
     tis_level: str = "token"
@@ -358,6 +359,7 @@ def _terms(logprobs, batch: TrajectoryBatch, loss: Loss, entropy=0.0):
             mask,
             gate=loss.lld_gate,
             normalization=loss.lld_normalization,
+            token_weights=None if loss.lld_answer == "none" else batch.lld_weights,
             **shared,
         )
         metrics["lld/loss"] = terms["lld"]
