@@ -1,8 +1,11 @@
 """docs/tools.md: every snippet is run, every command builds what it says."""
 
 import ast
+import json
 import re
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -131,10 +134,55 @@ def test_an_environment_of_verifiers(folder):
         environment.close()
 
 
-def test_a_judge_and_the_bank(folder):
-    import shop
+class Rudeness(BaseHTTPRequestHandler):
+    """An endpoint that finds politeness in the word please, and notes the models."""
 
-    assert shop.polite.__name__ == "polite"
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body["model"]))
+        shown = json.loads(body["messages"][1]["content"])
+        score = 10 if "please" in shown[-1]["content"] else 0
+        message = {"role": "assistant", "content": f"SCORE: {score}"}
+        written = json.dumps({"choices": [{"message": message}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(written)))
+        self.end_headers()
+        self.wfile.write(written)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def endpoint():
+    """A stand-in for the document's language model, on a port of its own."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Rudeness) as server:
+        server.asked = []
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_judge(folder, endpoint):
+    shop = folder / "shop.py"
+    written, port = shop.read_text(), endpoint.server_port
+    assert written.count("localhost:8000") == 1
+    shop.write_text(written.replace("localhost:8000", f"127.0.0.1:{port}"))
+    made = command("stock")
+    made.reward.functions = ("shop.right", "shop.polite")
+    environment = setup.make_environment(made)
+    first = rows()[0]
+    rude = play(environment, first, answer="3").reward
+    polite = play(environment, first, answer="Three, please.").reward
+    assert (rude.parts["right"], rude.parts["polite"]) == (1.0, 0.0)
+    assert (polite.parts["right"], polite.parts["polite"]) == (0.0, 1.0)
+    asked = ("/v1/chat/completions", "Qwen/Qwen2.5-72B-Instruct")
+    assert endpoint.asked == [asked, asked]
+
+
+def test_the_bank(folder):
     made = command("bank")
     made.data.num_tasks = 3
     environment = setup.make_environment(made)
