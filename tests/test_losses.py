@@ -326,20 +326,6 @@ def test_bf16_inputs_are_widened():
     np.testing.assert_allclose(result, exact, rtol=1e-5)
 
 
-def test_one_and_eight_devices_agree():
-    rng = np.random.default_rng(10)
-    new, old = rng.normal(size=(2, 8, 16)).astype(np.float32) * 0.1
-    mask = rng.random((8, 16)) < 0.7
-    advantages = rng.normal(size=8).astype(np.float32)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.NamedSharding(mesh, jax.P("x"))
-    args = (new, old, advantages, mask)
-    one = objective.policy_loss(*args, **CTPO)
-    eight = objective.policy_loss(*jax.device_put(args, rows), **CTPO)
-    np.testing.assert_allclose(eight.total, one.total, atol=1e-5)
-    assert eight.weight == one.weight
-
-
 def test_tis_weights_scale_rows_and_are_detached():
     tis = jnp.array([2.0, 0.0])
     options = {"aggregation": "seq_mean_token_sum"}
