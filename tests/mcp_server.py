@@ -33,6 +33,30 @@ def die() -> str:
     os._exit(3)
 
 
+@server.tool()
+def die_once(marker: str) -> str:
+    """End the server, unless a file says that it has been ended before.
+
+    Args:
+        marker: Path of the file.
+    """
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os._exit(3)
+    return "alive"
+
+
+@server.tool()
+def spout(rubbish: str) -> str:
+    """Answer what is no MCP, and end.
+
+    Args:
+        rubbish: What to write.
+    """
+    os.write(1, f"{rubbish}\n".encode() * 50)
+    os._exit(0)
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))

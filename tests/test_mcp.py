@@ -34,7 +34,7 @@ def ask(server, name, **arguments):
 
 def test_tools_of_a_child_process(stdio):
     names = [tool.schema["function"]["name"] for tool in stdio.tools]
-    assert names == ["stock", "secret", "die"]
+    assert names == ["stock", "secret", "die", "die_once", "spout"]
     schema = stdio.tools[0].schema["function"]
     assert schema["description"].startswith("Pieces in stock.")
     assert schema["parameters"]["properties"]["item"] == {"type": "string"}
@@ -47,6 +47,21 @@ def test_tools_of_a_child_process(stdio):
 def test_a_server_that_dies_is_a_fault_and_started_again(stdio):
     gone = ask(stdio, "die")
     assert gone.status == "unavailable" and "is gone" in gone.output
+    assert ask(stdio, "stock", item="nut").output == "3 on shelf 1"
+
+
+def test_a_call_is_made_again_when_the_server_was_gone(stdio, tmp_path):
+    """The server dies over the first call and serves the second."""
+    marker = tmp_path / "died"
+    assert ask(stdio, "die_once", marker=str(marker)).output == "alive"
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("rubbish", ["garbage", "not json", "5"])
+def test_rubbish_during_a_rollout_is_a_fault_and_costs_no_other_call(stdio, rubbish):
+    """What is no MCP comes on the server's output, and then it is gone."""
+    result = ask(stdio, "spout", rubbish=rubbish)
+    assert result.status == "unavailable"
     assert ask(stdio, "stock", item="nut").output == "3 on shelf 1"
 
 

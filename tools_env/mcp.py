@@ -3,9 +3,10 @@
 A server is named by its command line (stdio: it is started here, as a child process
 with a bare environment) or by its URL (streamable HTTP). All trajectories share the one
 connection, so a server's state is shared too. A result that the server marks as an
-error is the tool's error, which the model reads. A connection that breaks, or a server
-that dies or answers what is no MCP, makes the call "unavailable", and the next call
-connects anew.
+error is the tool's error, which the model reads. When a connection breaks, or a server
+dies or answers what is no MCP, the call is made once more over a new connection, so
+that the server may get it twice; when that fails too it is "unavailable", and the next
+call connects anew.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tools_env import background
 from tools_env.protocol import Tool, ToolResult, ToolUnavailable
 
 _CLOSE_S = 10.0
+_RETRIES = 1  # of a call whose server was gone; it has been started again by then
 
 
 class McpServer:
@@ -91,7 +93,7 @@ class McpServer:
             "parameters": _plain(found.input_schema),
         }
         schema = {"type": "function", "function": body}
-        return Tool(schema, function, timeout_s=self._timeout_s)
+        return Tool(schema, function, timeout_s=self._timeout_s, retries=_RETRIES)
 
     async def _list(self) -> list[Any]:
         client = await self._connected()
