@@ -25,6 +25,7 @@ from grpo_jax import models, policy, setup
 from grpo_jax.checkpoints import Saved
 from grpo_jax.config import BadInput
 from grpo_jax.models import Decoder
+from grpo_jax.models.blockwise import Packing
 
 LOG = logging.getLogger(__name__)
 PLACES = {"peft": "export", "merged": "export-merged", "gguf": "export.gguf"}
@@ -107,16 +108,14 @@ def _logits(model: Decoder) -> np.ndarray:
     shape = (2, length)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, shape)
     positions = jnp.broadcast_to(jnp.arange(length), shape)
-    mask = jnp.broadcast_to(
-        jnp.tril(jnp.ones((length, length), bool)), (2, length, length)
-    )
+    packing = Packing.causal(*shape)
     routes = positions % 2 if model.lora and model.lora.routed else None
     graph, state = nnx.split(model)
 
     @jax.jit
     def forward(state, tokens):
         model = nnx.merge(graph, state)
-        return model.logits(model.hidden(tokens, positions, mask, routes=routes))
+        return model.logits(model.hidden(tokens, positions, packing, routes=routes))
 
     return np.asarray(forward(state, jnp.asarray(tokens, jnp.int32)), np.float32)
 

@@ -19,9 +19,10 @@ from trajectories import (
 )
 
 from grpo_jax.models import lora
+from grpo_jax.models.blockwise import Packing
 from grpo_jax.training import update
 from grpo_jax.training.batching import Example, collate, pack, unpack
-from grpo_jax.training.logprobs import attention_mask, batch_logprobs
+from grpo_jax.training.logprobs import batch_logprobs
 from grpo_jax.types import Segment, Source, Trajectory
 from tools_env.protocol import CallRecord, Task, Turn
 
@@ -105,7 +106,7 @@ def test_ST1_sampled_end_tokens_count_whatever_their_id():
     masks = [row.action_mask[0, 2:].tolist() for row in rows]
     assert masks == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
     for row, ids in zip(rows, sampled, strict=True):
-        sees = np.asarray(attention_mask(row))[0]
+        sees = np.asarray(sees_of(row))[0]
         used = 2 + len(ids)
         assert (sees[:used, :used] == np.tril(np.ones((used, used), bool))).all()
         assert row.segment_ids[0].tolist() == [1, 1] + [2] * len(ids) + [0] * (7 - used)
@@ -180,10 +181,14 @@ def test_steps_may_be_parts_of_turns():
     assert batch.action_mask[0].tolist() == [0, 0, 1, 1, 1, 0, 1, 0]
 
 
+def sees_of(batch):
+    return Packing(batch.segment_ids, batch.prefix_ids).mask()
+
+
 def prefixes(batches):
     """(what a token sees and itself, what predicts it) for every action token."""
     for batch in batches:
-        sees = np.asarray(attention_mask(batch))
+        sees = np.asarray(sees_of(batch))
         for row, at in np.argwhere(batch.action_mask):
             seen = np.flatnonzero(sees[row, at])
             order = seen[np.argsort(batch.positions[row, seen])]

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 from trajectories import random_examples, tiny_batches, tiny_parts
 
 from grpo_jax.models import lora
+from grpo_jax.models.blockwise import Packing
 from grpo_jax.training import update
 from grpo_jax.training.batching import pack
 from grpo_jax.training.critic import Critic, step_starts
@@ -91,7 +92,7 @@ def alone(parts, state, trajectory):
 def _hidden(graph, adapters, base, tokens):
     index = jnp.arange(tokens.shape[1])
     model = lora.merge(graph, adapters, base)
-    return model.hidden(tokens, index[None], (index[:, None] >= index)[None])
+    return model.hidden(tokens, index[None], Packing.causal(*tokens.shape))
 
 
 hidden_states = jax.jit(_hidden, static_argnames="graph")

@@ -11,6 +11,7 @@ from flax import nnx
 from grpo_jax.devices import RULES
 from grpo_jax.models import KVCache, LoraConfig, ModelConfig, abstract_model
 from grpo_jax.models.attention import attention
+from grpo_jax.models.blockwise import Packing
 
 QWEN2 = ModelConfig(
     vocab_size=64,
@@ -81,10 +82,8 @@ def programs():
 
 
 def causal(rows, length):
-    mask = np.tril(np.ones((length, length), bool))
     positions = np.broadcast_to(np.arange(length), (rows, length))
-    mask = np.broadcast_to(mask, (rows, length, length))
-    return jnp.asarray(positions), jnp.asarray(mask)
+    return jnp.asarray(positions), Packing.causal(rows, length)
 
 
 # Attention --------------------------------------------------------------------------
@@ -193,11 +192,11 @@ def test_hidden_states_see_the_past_only(programs):
 def test_positions_matter_only_by_their_differences(programs):
     """Rotary embedding: shifting a whole row changes nothing but rounding."""
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 64, (1, 12)))
-    positions, mask = causal(1, 12)
-    here = programs.hidden(tokens, positions, mask)
-    there = programs.hidden(tokens, positions + 100, mask)
+    positions, packing = causal(1, 12)
+    here = programs.hidden(tokens, positions, packing)
+    there = programs.hidden(tokens, positions + 100, packing)
     np.testing.assert_allclose(here, there, atol=1e-4)
-    spread = programs.hidden(tokens, positions * 3, mask)
+    spread = programs.hidden(tokens, positions * 3, packing)
     assert np.abs(here - spread).max() > 1e-2
 
 

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from grpo_jax import models
 from grpo_jax.config import BadInput
+from grpo_jax.models.blockwise import Packing
 from grpo_jax.models.decoder import Linear
 from grpo_jax.models.export import merged
 
@@ -84,12 +85,12 @@ def test_LO3_dropout_acts_in_the_training_forward_only():
     plain = forward(adapted(models.LoraConfig(rank=4, alpha=10.0)))
     np.testing.assert_array_equal(forward(nnx.merge(graph, state)), plain)
     positions = jnp.broadcast_to(jnp.arange(12), TOKENS.shape)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((12, 12), bool)), (2, 12, 12))
+    packing = Packing.causal(*TOKENS.shape)
 
     @jax.jit
     def hidden(key):
         model = nnx.merge(graph, state)
-        return model.hidden(TOKENS, positions, mask, dropout_key=key)
+        return model.hidden(TOKENS, positions, packing, dropout_key=key)
 
     one, same, other = (np.asarray(hidden(jax.random.key(k))) for k in (0, 0, 1))
     np.testing.assert_array_equal(one, same)

@@ -1,15 +1,30 @@
 """Grouped-query attention: one function, the form that suits the machine.
 
-Every model's block calls `attention`. Queries of one kv head are laid side by side, so
-that each product is a plain matrix product: on a CPU the straightforward einsum costs
-two to ten times as much (layouts its matrix library has no kernel for).
+Every model's block calls `attention`, or `blockwise_attention` for long rows. Queries
+of one kv head are laid side by side, so that each product is a plain matrix product: on
+a CPU the straightforward einsum costs two to ten times as much (layouts its matrix
+library has no kernel for).
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from grpo_jax.models.blockwise import Packing, blockwise_attention
+
+WHOLE = 1024  # rows up to here: mask and scores as whole arrays
 MASKED = -1e30  # finite, so that a row that may attend to nothing gives no NaN
+
+
+def row_attention(packing: Packing) -> Callable[..., Float[Array, "B T O"]]:
+    """The attention of whole rows: q [B,T,N,H], k and v [B,T,K,H] -> [B,T,O]."""
+    if packing.segment_ids.shape[1] > WHOLE:
+        return functools.partial(blockwise_attention, packing=packing)
+    mask = packing.mask()
+    return lambda q, k, v: attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask)
 
 
 def attention(

@@ -20,11 +20,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from grpo_jax.devices import shard
 from grpo_jax.models import rope
-from grpo_jax.models.attention import attention
+from grpo_jax.models.attention import attention, row_attention
+from grpo_jax.models.blockwise import Packing
 from grpo_jax.models.config import LoraConfig, ModelConfig
 
 
@@ -249,39 +250,33 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits (float32) of right-padded rows: padding reaches nothing before it."""
-        length = tokens.shape[1]
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        causal = jnp.tril(jnp.ones((1, length, length), bool))
-        mask = jnp.broadcast_to(causal, (tokens.shape[0], length, length))
-        return self.logits(self.hidden(tokens, positions, mask))
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        packing = Packing.causal(*tokens.shape)
+        return self.logits(self.hidden(tokens, positions, packing))
 
     def hidden(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"],
+        packing: Packing,
         *,
         routes: Int[Array, "B T"] | None = None,
         dropout_key=None,
         remat: bool = False,
     ) -> Float[Array, "B T D"]:
-        """Final hidden states of whole rows; mask[b,t,s] = position t attends to s.
+        """Final hidden states of whole rows, in which `packing` says who sees whom.
 
         `routes`: which of two routed adapters each position uses (see `Linear`).
         """
         cos, sin = rope.rotations(self.config, positions)
         graph, layers = nnx.split(self.layers)
+        attend = row_attention(packing)
 
         def step(x, inputs):
             state, index = inputs
             key = None
             if dropout_key is not None:
                 key = jax.random.fold_in(dropout_key, index)
-
-            def attend(q, k, v):
-                keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
-                return attention(q, keys, values, mask)
-
             return nnx.merge(graph, state)(x, cos, sin, attend, key, routes), None
 
         step = jax.checkpoint(step) if remat else step

@@ -11,18 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpo_jax.models.blockwise import Packing
 from grpo_jax.models.decoder import Decoder
 from grpo_jax.types import TrajectoryBatch
 
 CHUNK = 128  # positions of a row whose logits exist at one time
-
-
-def attention_mask(batch: TrajectoryBatch) -> Bool[Array, "B T T"]:
-    """Causal inside a segment and from a member to its group's prompt."""
-    index = jnp.arange(batch.tokens.shape[1])
-    own = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
-    prefix = batch.prefix_ids[:, :, None] == batch.segment_ids[:, None, :]
-    return (index[:, None] >= index) & (own | prefix)
 
 
 def adapter_routes(batch: TrajectoryBatch) -> Int[Array, "B T"]:
@@ -47,7 +40,7 @@ def predicting_hidden(
     hidden = model.hidden(
         batch.tokens,
         batch.positions,
-        attention_mask(batch),
+        Packing(batch.segment_ids, batch.prefix_ids),
         routes=adapter_routes(batch),
         dropout_key=dropout_key,
         remat=remat,
