@@ -91,14 +91,18 @@ def main(argv: list[str]) -> int:
 
 def _hand_over(config: ConfigDict, workdir: Path, mode: str) -> None:
     check(config)
-    if mode == "plan":
-        raise BadInput("--mode=plan is not part of this version")
     if mode == "report":
         from grpo_jax import report
 
         print(report.write_html(workdir))
         return
     # JAX is imported only now: a typing error above is answered at once.
+    if mode == "plan":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it looks for no device
+        from grpo_jax import plan
+
+        plan.main(config, workdir)
+        return
     from grpo_jax import devices, trainer
 
     devices.initialize_distributed(config)

@@ -34,6 +34,9 @@ def get_config() -> ConfigDict:
     config.mesh.tensor = 1  # devices that share heads, mlp and vocabulary
     config.mesh.context = 1  # devices that share the positions of a row; only 1 so far
 
+    config.plan = ConfigDict()  # mode plan
+    config.plan.topology = ""  # TPUs to plan for, such as v5e:4x4
+
     config.distributed = ConfigDict()  # one JAX process a host
     config.distributed.coordinator = ""  # host:port; "auto": ask the cluster; "": alone
     config.distributed.num_processes = 1  # hosts; read with an explicit host:port

@@ -181,7 +181,7 @@ def load_model(
     return models.load_model(
         source or config.model.source,
         _dtype(config.model.dtype),
-        lora=None if source else _lora_config(config),
+        lora=None if source else lora_config(config),
         mesh=mesh if mesh.size > 1 else None,
         seed=config.train.seed,
     )
@@ -380,7 +380,8 @@ def row_length(config: ConfigDict) -> int:
     return -(-max(longest, config.train.row_length) // 64) * 64
 
 
-def _lora_config(config: ConfigDict) -> models.LoraConfig:
+def lora_config(config: ConfigDict) -> models.LoraConfig:
+    """The adapters that `config.lora` describes."""
     keys = config.lora
     return models.LoraConfig(
         keys.rank,

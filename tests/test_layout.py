@@ -42,6 +42,8 @@ ROOMS = (
     "suites",
     "held_out",
     "exports",
+    "planning",
+    "plan",
     "trainer",
 )
 

@@ -31,6 +31,7 @@ RULES: dict[str, str | None] = {
     "layers": None,
     "rank": None,
     "length": None,
+    "residual": "tensor",  # positions of a row between the layers, in training
     "head_width": None,
 }
 
@@ -40,14 +41,20 @@ def make_mesh(mesh: ConfigDict) -> Mesh:
 
     Raises BadInput if the sizes do not multiply to the device count.
     """
-    count, tensor = jax.device_count(), mesh.tensor
+    shape = grid(mesh, jax.device_count(), jax.default_backend())
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def grid(mesh: ConfigDict, count: int, where: str) -> tuple[int, int]:
+    """Sizes of the mesh over `count` devices; BadInput if they do not make as many."""
+    tensor = mesh.tensor
     fsdp = max(count // tensor, 1) if mesh.fsdp == -1 else mesh.fsdp
     if fsdp * tensor != count:
         raise BadInput(
             f"mesh.fsdp={mesh.fsdp} x mesh.tensor={tensor} does not make the "
-            f"{count} device(s) there are ({jax.default_backend()})"
+            f"{count} device(s) there are ({where})"
         )
-    return jax.make_mesh((fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 2)
+    return fsdp, tensor
 
 
 def spec(
@@ -94,6 +101,43 @@ def shardings(state: nnx.State, mesh: Mesh) -> Any:
 
     return jax.tree.map(
         sharding, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+
+
+def decoding_spec(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Where a weight lies while tokens are decoded: shared by the tensor axis alone.
+
+    Over fsdp it is whole, so that nothing is gathered for every token. Of a single
+    layer's weight the axis names still begin with that of the layers.
+    """
+    axes = variable.get_metadata().get("logical_axes")
+    if axes is None:
+        return PartitionSpec()
+    shape = variable.get_raw_value().shape
+    axes = [None if RULES.get(name) == "fsdp" else name for name in axes]
+    return spec(axes[len(axes) - len(shape) :], shape, mesh)
+
+
+def for_decoding(state: nnx.State) -> nnx.State:
+    """Weights laid out by `decoding_spec`; as they are where fsdp has one part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["fsdp"] == 1:
+        return state
+    return _for_decoding(state)
+
+
+@jax.jit
+def _for_decoding(state):
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def laid_out(variable):
+        value = jax.lax.with_sharding_constraint(
+            variable.get_raw_value(), decoding_spec(variable, mesh)
+        )
+        return variable.replace(value)
+
+    return jax.tree.map(
+        laid_out, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     )
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from grpo_jax.devices import shard
 from grpo_jax.types import Leaf
 
 BLOCK = 512  # queries and keys of one visit
@@ -72,11 +73,13 @@ def blockwise_attention(
         x = jnp.pad(x, [(0, 0), (0, spare)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(rows, -1, block, *x.shape[2:]).swapaxes(0, 1)
 
-    def heads_first(x):  # [C,B,S,K,*] -> [C,B,K,*,S,H]
-        return jnp.moveaxis(blocks(x), 2, -2)
+    def heads_first(x):  # [B,T,K,*,H] -> [C,B,K,*,S,H], whole rows on a device
+        x = jnp.moveaxis(blocks(x), 2, -2)
+        return shard(x, None, "batch", "kv_heads", *(None,) * (x.ndim - 3))
 
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, width)
-    ids = (blocks(packing.segment_ids), blocks(packing.prefix_ids))
+    ids = [blocks(x) for x in (packing.segment_ids, packing.prefix_ids)]
+    ids = tuple(shard(x, None, "batch", None) for x in ids)
     out = _blockwise(heads_first(grouped), heads_first(k), heads_first(v), ids)
     out = jnp.moveaxis(out, -2, 2).swapaxes(0, 1)  # [B,C,block,K,G,H]
     return out.reshape(rows, -1, heads * width)[:, :length]

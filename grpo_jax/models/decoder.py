@@ -196,7 +196,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x, keys, routes):
         gate = jax.nn.silu(self.gate(x, keys[0], routes))
-        return self.down(gate * self.up(x, keys[1], routes), keys[2], routes)
+        inner = shard(gate * self.up(x, keys[1], routes), "batch", None, "mlp")
+        return self.down(inner, keys[2], routes)
 
 
 class Block(nnx.Module):
@@ -219,11 +220,15 @@ class Block(nnx.Module):
         keys = [None] * 7
         if dropout_key is not None:
             keys = jax.random.split(dropout_key, 7)
-        normed = self.input_norm(x)
+        # Gathered once for all projections that read it.
+        normed = shard(self.input_norm(x), "batch", None, None)
         q, k, v = self.attention.project(normed, cos, sin, keys[:3], routes)
-        x = x + self.attention.o(attend(q, k, v), keys[3], routes)
-        x = x + self.mlp(self.post_norm(x), keys[4:], routes)
-        return shard(x, "batch", "length", None)
+        heads = shard(attend(q, k, v), "batch", None, "heads")
+        x = x + self.attention.o(heads, keys[3], routes)
+        normed = shard(self.post_norm(x), "batch", None, None)
+        x = x + self.mlp(normed, keys[4:], routes)
+        # What the backward pass keeps of a layer lies on all devices of a row.
+        return shard(x, "batch", "residual" if x.shape[1] > 1 else None, None)
 
 
 class Decoder(nnx.Module):

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from grpo_jax import devices
 from grpo_jax.models.decoder import Block, Decoder, Linear
 
 
@@ -49,15 +50,16 @@ def for_decoding(
     In float32 the layers stand apart with the adapters in their kernels, for the price
     of a copy of the layers' weights. Another dtype would round most of an adapter
     away: there the parts come back as they are. Routed adapters stay beside the
-    kernels: two kernels would be read where now it is one and a little.
+    kernels: two kernels would be read where now it is one and a little. On a mesh the
+    weights are copied to every part of the fsdp axis: see `devices.decoding_spec`.
     """
     model = merge(graph, adapters, base)
-    if model.norm.scale.dtype != jnp.float32:
-        return graph, adapters, base
-    model.layers = nnx.merge(*_unstacked(graph, adapters, base))
-    if model.lora and not model.lora.routed:
-        model.lora = None
-    return split(model)
+    if model.norm.scale.dtype == jnp.float32:
+        model.layers = nnx.merge(*_unstacked(graph, adapters, base))
+        if model.lora and not model.lora.routed:
+            model.lora = None
+    graph, adapters, base = split(model)
+    return graph, devices.for_decoding(adapters), devices.for_decoding(base)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

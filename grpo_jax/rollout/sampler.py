@@ -123,16 +123,17 @@ def empty_state(config: ModelConfig, slots: int, length: int, dtype) -> SamplerS
     return _laid_out(state)
 
 
+def logical_axes(path: tuple, x: jax.Array) -> tuple[str | None, ...]:
+    """Of an array of a `SamplerState` at this path."""
+    if path[0].name == "cache":
+        return "batch", "kv_heads", None, None
+    return "batch", *(None,) * (x.ndim - 1)
+
+
 def _laid_out(state: SamplerState) -> SamplerState:
     """One layout on the mesh after every program, so that each is compiled once."""
-    rows = ("batch", "kv_heads", None, None)
-    return SamplerState(
-        cache=jax.tree.map(lambda store: shard(store, *rows), state.cache),
-        lengths=shard(state.lengths, "batch"),
-        hidden=shard(state.hidden, "batch", None),
-        keys=shard(state.keys, "batch"),
-        drawn=shard(state.drawn, "batch"),
-        modes=shard(state.modes, "batch"),
+    return jax.tree.map_with_path(
+        lambda path, x: shard(x, *logical_axes(path, x)), state
     )
 
 

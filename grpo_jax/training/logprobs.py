@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpo_jax.devices import shard
 from grpo_jax.models.blockwise import Packing
 from grpo_jax.models.decoder import Decoder
 from grpo_jax.types import TrajectoryBatch
@@ -65,7 +66,12 @@ def batch_logprobs(
     """
     predicting = predicting_hidden(model, batch, dropout_key=dropout_key, remat=remat)
     tied = model.config.tied
-    head = model.embed["table"][...] if tied else model.head["kernel"][...]
+    # Gathered once, not for every chunk.
+    if tied:
+        head = shard(model.embed["table"][...], "vocab", None)
+    else:
+        head = shard(model.head["kernel"][...], None, "vocab")
+    predicting = shard(predicting, "batch", None, None)
     return token_logprobs(
         *(predicting, head, batch.tokens, batch.action_mask, temperature or 1.0),
         tied=tied,
