@@ -27,6 +27,7 @@ from grpo_jax.models import rope
 from grpo_jax.models.attention import attention, row_attention
 from grpo_jax.models.blockwise import Packing
 from grpo_jax.models.config import LoraConfig, ModelConfig
+from grpo_jax.types import Leaf
 
 
 @flax.struct.dataclass
@@ -38,8 +39,8 @@ class KVCache:
       v: L arrays [slots, K, S, H].
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    k: tuple[Leaf, ...]
+    v: tuple[Leaf, ...]
 
     @classmethod
     def zeros(cls, config: ModelConfig, slots: int, length: int, dtype) -> "KVCache":

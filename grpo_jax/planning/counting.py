@@ -29,7 +29,7 @@ class Work:
     def __add__(self, other: "Work") -> "Work":
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __rmul__(self, times: float) -> "Work":
+    def __rmul__(self, times: int | float) -> "Work":
         return Work(times * self.flops, times * self.bytes)
 
 

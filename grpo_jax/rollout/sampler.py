@@ -123,7 +123,9 @@ def empty_state(config: ModelConfig, slots: int, length: int, dtype) -> SamplerS
     return _laid_out(state)
 
 
-def logical_axes(path: tuple, x: jax.Array) -> tuple[str | None, ...]:
+def logical_axes(
+    path: tuple, x: jax.Array | jax.ShapeDtypeStruct
+) -> tuple[str | None, ...]:
     """Of an array of a `SamplerState` at this path."""
     if path[0].name == "cache":
         return "batch", "kv_heads", None, None

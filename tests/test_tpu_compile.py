@@ -1,0 +1,65 @@
+"""Real TPU programs of configs/tir.py, fewer layers, compiled for slices of chips."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+
+import configs.tir
+from grpo_jax import plan
+from grpo_jax.models.known import known_config
+from grpo_jax.planning.chips import chip, topology_mesh
+
+pytestmark = [
+    pytest.mark.libtpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="needs the TPU compiler: pip install -e '.[plan]'",
+    ),
+]
+LAYERS = 2
+# topology -> slots and trajectories of a micro-batch, at 32,768 tokens each
+SLICES = {"v5e:4x4": (16, 8), "v6e:2x4": (32, 16)}
+
+
+@pytest.fixture(scope="module", params=SLICES)
+def made(request):
+    topology = request.param
+    config = configs.tir.get_config()
+    config.mesh.tensor = 4
+    config.rollout.slots, config.train.micro_batch_size = SLICES[topology]
+    source = known_config(config.model.source)
+    shape = dataclasses.replace(source, num_layers=LAYERS)
+    mesh = topology_mesh(topology, config.mesh)
+    made = plan.make_plan(config, shape, mesh, chip(topology), topology, "bfloat16")
+    return config, made, {cost.name: cost for cost in made.costs}
+
+
+def test_every_program_of_a_step_compiles_and_fits(made):
+    _, made, costs = made
+    assert list(costs) == ["prefill", "extend", "decode", "score", "update"]
+    assert all(cost.fits for cost in costs.values()) and not made.advice
+    assert all(0 < peak < made.memory for peak in made.peaks.values())
+
+
+def test_decoding_gathers_no_weight_and_copies_no_cache(made):
+    config, made, costs = made
+    taken = sum(size for _, size in costs["decode"].collectives.values())
+    layer = made.kept["weights for decoding"] / LAYERS
+    assert taken / config.rollout.burst < layer / 20
+    assert costs["decode"].temporaries < made.kept["KV cache"] / 2
+
+
+def test_operations_are_those_of_the_model(made):
+    """Scoring: the projections and the head once a position, half of the scores."""
+    config, _, costs = made
+    shape = dataclasses.replace(known_config(config.model.source), num_layers=LAYERS)
+    width, length = shape.width, 32768
+    heads = shape.num_heads * shape.head_width
+    kv_heads = shape.num_kv_heads * shape.head_width
+    weights = 2 * width * heads + 2 * width * kv_heads + 3 * width * shape.mlp_width
+    scores = 2 * heads * length / 2  # products with keys and with values
+    position = 2 * LAYERS * (weights + scores) + 2 * width * shape.vocab_size
+    expected = position * config.train.micro_batch_size * length
+    devices = 16 if config.rollout.slots == 16 else 8
+    assert costs["score"].flops * devices == pytest.approx(expected, rel=0.05)
