@@ -12,6 +12,7 @@ from grpo_jax.planning.chips import chip, topology_mesh
 
 pytestmark = [
     pytest.mark.libtpu,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason="needs the TPU compiler: pip install -e '.[plan]'",
