@@ -17,7 +17,7 @@ from grpo_jax import devices, setup
 from grpo_jax.models import ModelConfig, abstract_model, lora
 from grpo_jax.models.blockwise import BLOCK
 from grpo_jax.rollout import sampler
-from grpo_jax.rollout.engine import PROMPTS, RESULTS, prompt_chunk
+from grpo_jax.rollout.engine import PROMPTS, RESULTS
 from grpo_jax.training import update
 from grpo_jax.training.choices import make_loss
 from grpo_jax.types import TrajectoryBatch
@@ -113,7 +113,7 @@ def programs(config: ConfigDict, parts: Parts, mesh: Mesh) -> Iterator[Program]:
         given = (state, ints(rows), ints(rows, chunk), ints(rows))
         return lambda: sampler.extend.trace(*model, *given, live=live)
 
-    rows, chunk = PROMPTS[0], prompt_chunk(limits)
+    rows, chunk = PROMPTS[0], limits.prompt_chunk(PROMPTS[1])
     prompts = _slots(shape, rows, limits.prompt_length, dtype, mesh)
     traced = extend(prompts, rows, chunk, limits.prompt_length)
     yield Program("prefill", traced, 1, rows * chunk, "rollout")

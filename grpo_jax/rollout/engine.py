@@ -72,12 +72,6 @@ class Counters:
         self.waited_s += other.waited_s
 
 
-def prompt_chunk(limits: Limits) -> int:
-    """Tokens of a prompt that one `extend` takes, even parts: 96 is 2 x 48."""
-    longest = limits.max_prompt_length
-    return -(-longest // -(-longest // PROMPTS[1]))
-
-
 class Engine:
     """Rollouts of one model; `collect` may be called any number of times.
 
@@ -246,9 +240,9 @@ class _Run:
 
     def _prefill(self, prompts: list[np.ndarray]) -> SamplerState:
         """A state of its own with one prompt a row."""
-        rows, length = PROMPTS[0], self.limits.prompt_length
+        (rows, most), length = PROMPTS, self.limits.prompt_length
         empty = self.engine.empty_state(rows, length)
-        shape = dict(rows=rows, chunk=prompt_chunk(self.limits), live=length)
+        shape = dict(rows=rows, chunk=self.limits.prompt_chunk(most), live=length)
         return sampler.append(*self.model, empty, range(len(prompts)), prompts, **shape)
 
     # Tools -------------------------------------------------------------------------

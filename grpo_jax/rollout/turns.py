@@ -49,6 +49,11 @@ class Limits:
         """Cache entries that a prompt can need, to the next multiple of 64."""
         return _round_up(self.max_prompt_length)
 
+    def prompt_chunk(self, most: int) -> int:
+        """Tokens of a prompt that one program takes, even parts: 96 is 2 x 48."""
+        longest = self.max_prompt_length
+        return -(-longest // -(-longest // most))
+
     @property
     def cache_length(self) -> int:
         """Cache entries that a slot can need, to the next multiple of 64."""
