@@ -7,8 +7,8 @@ first, since a discount below 1 punishes the opening calls of those that all suc
 CTPO's cumulative ratio and its window that widens with the square root of the position
 (arXiv 2605.07331); the likelihood-displacement penalty (arXiv 2512.04220). A cold start
 on gold trajectories with calls comes first.
-Hardware: a TPU slice or several GPUs; --config.mesh.tensor=4 shares the 7B base and long
-rows among four devices each. What fits: --mode=plan (docs/tpu.md).
+Hardware: a TPU slice or several GPUs; --config.mesh.tensor=4 shares the 7B base and
+long rows among four devices each. What fits: --mode=plan (docs/tpu.md).
 Command: python run.py --config=configs/tir.py
 
 Variants: methods, each on plain GRPO; named together they compose in any order
