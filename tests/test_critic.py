@@ -8,15 +8,18 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
-from trajectories import random_examples, tiny_batches, tiny_parts
+from trajectories import VOCABULARY, random_examples, tiny_batches, tiny_parts
 
+from configs import tir
+from grpo_jax import models
 from grpo_jax.models import lora
-from grpo_jax.models.blockwise import Packing
 from grpo_jax.training import update
 from grpo_jax.training.batching import pack
+from grpo_jax.training.choices import make_estimator, make_router
 from grpo_jax.training.critic import Critic, step_starts
 from grpo_jax.training.steps import first_tokens, token_steps
-from grpo_jax.types import Source
+from grpo_jax.types import Segment, Source, Trajectory
+from tools_env.protocol import CallRecord, Reward, Task, Turn
 
 LENGTH, ROWS = 31, 4  # shapes of test_update: below 32 attention compiles fast
 ADAM = update.make_optimizer(1e-2, warmup_steps=0, total_steps=99)
@@ -92,7 +95,7 @@ def alone(parts, state, trajectory):
 def _hidden(graph, adapters, base, tokens):
     index = jnp.arange(tokens.shape[1])
     model = lora.merge(graph, adapters, base)
-    return model.hidden(tokens, index[None], Packing.causal(*tokens.shape))
+    return model.hidden(tokens, index[None], (index[:, None] >= index)[None])
 
 
 hidden_states = jax.jit(_hidden, static_argnames="graph")
@@ -221,3 +224,68 @@ def test_a_return_that_is_not_finite_is_left_out(parts, examples):
     state, metrics = critic.update(state, tiny_batches(spoilt, LENGTH, ROWS))
     shown = update.read([metrics])
     assert np.isfinite(shown["critic/loss"]) and shown["critic/skipped"] == 0
+
+
+# Steps that are thoughts and calls ----------------------------------------------------
+
+CALL = 'so <tool_call>\n{"name": "a", "arguments": {}}\n</tool_call><|im_end|>'
+
+
+def conversation(reward):
+    """A thought, a call, the end of the turn; a result; an answer: four steps."""
+    encode = models.load_tokenizer("tiny").encode
+    pieces = [(Source.PROMPT, "?"), (Source.MODEL, CALL), (Source.TOOL, "7")]
+    pieces.append((Source.MODEL, "it is 7<|im_end|>"))
+    segments = [
+        Segment.given(source, encode(text, add_special_tokens=False))
+        for source, text in pieces
+    ]
+    turns = [Turn(CALL, [CallRecord("a", {}, "ok", "7")]), Turn("it is 7")]
+    made = Trajectory(Task("t", []), 0, 0, segments, turns, "stop")
+    made.reward = Reward(reward)
+    return made
+
+
+def by_role():
+    config = tir.get_config("tiny,steppo")
+    config.rollout.num_generations = 2
+    config.objective.step = "role"
+    return config, make_router(config, models.load_tokenizer("tiny"), VOCABULARY)
+
+
+def test_steps_by_role_go_through_packing_and_the_critic(parts):
+    config, router = by_role()
+    critic, state = make_critic(parts), awake(make_critic(parts), parts)
+    rows = [conversation(1.0), conversation(0.0)]
+
+    def packed(examples):
+        batches, places = pack(examples, row_length=192, rows=1)
+        return [update.place(batch) for batch in batches], places
+
+    estimator = make_estimator(config, True, router)
+    examples, _ = estimator.examples(rows, critic.values(state, rows, packed))
+    assert [len(one.advantages) for one in examples] == [4, 4]  # of two turns each
+    ((batch,), places) = packed(examples)
+    starts, roles = (
+        np.asarray(step_starts(batch))[0],
+        router(rows[0].segments[1].tokens),
+    )
+    for one, (_, place) in zip(examples, places, strict=True):
+        own = np.asarray(batch.turn_ids)[0][place]
+        assert own.tolist() == one.steps.tolist() and starts[place].sum() == 4
+        cuts = np.flatnonzero(starts[place])[1:3]  # the call, and what follows it
+        assert cuts.tolist() == [np.argmax(roles), len(roles) - np.argmax(roles[::-1])]
+        for name in ("advantages", "returns", "old_values"):
+            field = "values" if name == "old_values" else name
+            got = np.asarray(getattr(batch, name))[0][place][starts[place]]
+            np.testing.assert_array_equal(got, getattr(one, field))
+    _, metrics = critic.update(state, [batch])
+    assert metrics["critic/loss"][1] == 8  # steps, not turns
+
+
+def test_only_steps_by_role_have_a_router():
+    config, router = by_role()
+    assert make_estimator(config, True, router).router is router
+    config.objective.step = "turn"
+    assert make_estimator(config, True, router).router is None
+    assert make_router(config, models.load_tokenizer("tiny"), VOCABULARY) is None
