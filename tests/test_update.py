@@ -296,6 +296,19 @@ def test_one_bad_log_prob_is_counted_and_the_other_tokens_are_learned_from(
     assert "sampling/sampling_logp_difference/mean" in shown
 
 
+def test_answers_weigh_less_in_the_lld_penalty_where_asked(parts, batches):
+    """With weights of 0 nothing is charged, with weights of 1 what was before."""
+    charged = dataclasses.replace(PLAIN, lld=0.2)
+    masked = dataclasses.replace(charged, lld_answer="paper")
+    _, plain = step(parts, batches, charged)
+    _, same = step(parts, batches, masked)
+    assert same["lld/loss"] == pytest.approx(plain["lld/loss"], rel=1e-5)
+    assert plain["lld/loss"] > 0
+    nothing = [b.replace(lld_weights=jnp.zeros_like(b.lld_weights)) for b in batches]
+    _, free = step(parts, nothing, masked)
+    assert free["lld/loss"] == 0 and free["lld/gate_rate"] == plain["lld/gate_rate"]
+
+
 def digest(state):
     total = hashlib.sha256()
     for x in jax.tree.leaves(state):
