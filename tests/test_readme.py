@@ -181,10 +181,12 @@ def test_no_documented_metric_is_gone(example, documents):
     names = emitted(example)
     patterns = documented(documents["docs/metrics.md"])
     gone = {k for k, p in patterns.items() if not any(map(p.fullmatch, names))}
-    # The environment's own reward, the Python tool, a critic, a teacher, the columns
+    # The environment's own reward, the Python tool, a critic, a teacher,
+    # answer masking, the columns
     # `level` and `label` and a cold start are not part of the example.
     assert gone == {
         "tools/sandbox_level",
+        "lld/answer_weight",
         "rewards/failed",
         "rewards/terms_failed",
         "interaction/weight",
