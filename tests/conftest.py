@@ -4,11 +4,10 @@ import os
 import signal
 from pathlib import Path
 
+import compile_cache
 import jax
 import pytest
 from jax.sharding import AxisType
-
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpo_jax"
 
 # Before any device is touched: importing a test module may already build arrays. Most
 # of the suite's time is compiling; less optimised programs compile in half of it.
@@ -20,7 +19,7 @@ os.environ.setdefault(
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_compilation_cache_dir", str(CACHE / "jax"))
+jax.config.update("jax_compilation_cache_dir", compile_cache.folder())
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

@@ -14,8 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compile_cache
+
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpo_jax"
 
 
 def run(folder, answers, flags, *, purpose=0, step=1):
@@ -39,7 +40,7 @@ def main(path: str, flags: list[str]) -> int:
     import numpy as np
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_compilation_cache_dir", str(CACHE / "jax"))
+    jax.config.update("jax_compilation_cache_dir", compile_cache.folder())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     from grpo_jax import models
     from grpo_jax.rollout import sampler

@@ -113,11 +113,13 @@ def test_tools_over_http():
 
 
 def connect(url, process):
+    end = time.monotonic() + 120
     while True:
         try:
             return McpServer(url, timeout_s=120.0)
         except ValueError:
             assert process.poll() is None, "the server has ended"
+            assert time.monotonic() < end, "the server does not answer"
             time.sleep(0.1)
 
 
