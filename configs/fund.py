@@ -5,6 +5,8 @@ epochs at 5e-6, NGRPO's virtual best sample, English and Chinese requests of all
 categories. The reward is the graded one, whose maximum only the right tool with the
 right parameters reaches; the article's own reward is a variant.
 Hardware: one accelerator with 40 GiB, or a slice of smaller ones (mesh.fsdp).
+Time and result: not run on this hardware yet. The article reports 96 % with this recipe
+and 63 % with `baseline`, on data of its own.
 Command: python run.py --config=configs/fund.py
 
 Variants compose in any order; the article's story, in its order:

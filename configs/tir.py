@@ -9,6 +9,7 @@ CTPO's cumulative ratio and its window that widens with the square root of the p
 on gold trajectories with calls comes first.
 Hardware: a TPU slice or several GPUs; --config.mesh.tensor=4 shares the 7B base and
 long rows among four devices each. What fits: --mode=plan (docs/tpu.md).
+Time and result: not run on this hardware yet. `tools/call_rate` must not fall.
 Command: python run.py --config=configs/tir.py
 
 Variants: methods, each on plain GRPO; named together they compose in any order

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 from grpo_jax import evaluate, policy, probe, report, suites
 from grpo_jax.checkpoints import Saved
 from grpo_jax.config import BadInput
-from grpo_jax.metrics import json_text
 from grpo_jax.rollout.sampler import Sampling
 from grpo_jax.scoring import score_trajectories
 from grpo_jax.setup import Job
@@ -74,14 +73,5 @@ def run(
     values = results(config, job, adapters, key, check)
     if not values:
         raise BadInput("--mode=eval without held-out tasks: see data.eval_source")
-    workdir.mkdir(parents=True, exist_ok=True)
-    write(workdir / "eval.json", {"step": saved.step if saved else None} | values)
-    for name, value in sorted(values.items()):
-        if not isinstance(value, dict):
-            print(f"{name:<40} {value:.4f}")
-    report.summary(None, values, values.get("eval/confusion"))
-
-
-def write(path: Path, values: dict) -> None:
-    """Results as a file that a person may read."""
-    path.write_text(json_text(values, indent=2), encoding="utf-8")
+    step = saved.step if saved else None
+    report.write_eval(workdir / "eval.json", values, step=step)

@@ -106,6 +106,12 @@ def json_text(value: Any, indent: int | None = None) -> str:
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """One object as a file that a person may read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json_text(values, indent=2), encoding="utf-8")
+
+
 def read(path: str | Path) -> list[dict]:
     """The lines of a metrics file; a last line cut off by a kill is left out."""
     return [record for record in map(_parse, _lines(Path(path))) if record]

@@ -122,14 +122,15 @@ def end(
     after = next((row for row in reversed(rows) if EVALUATED in row), {})
     summary(before, after, after.get("eval/confusion"), verdict=verdict)
     judged = {"collapsed": None} if verdict is None else dataclasses.asdict(verdict)
-    text = json.dumps({"steps": len(rows), **judged}, indent=2) + "\n"
-    (workdir / "summary.json").write_text(text)
+    metrics.write_json(workdir / "summary.json", {"steps": len(rows), **judged})
 
 
-def write_eval(path: Path, values: Mapping[str, Any]) -> None:
-    """Write the numbers of an evaluation as JSON, and print them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+def write_eval(path: Path, values: Mapping[str, Any], **about: Any) -> None:
+    """Write the numbers of an evaluation as JSON behind what they are `about`.
+
+    Prints the numbers.
+    """
+    metrics.write_json(path, {**about, **values})
     for name, value in sorted(values.items()):
         if not isinstance(value, dict):
             print(f"{name:<40} {value:.4f}")

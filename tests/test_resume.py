@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from nursery import Nursery
-from toy import command, same_metrics
+from toy import assert_same_run, command, same_metrics
 
 from grpo_jax import checkpoints
 
@@ -72,13 +72,6 @@ def alive(pid):
     """It runs; what has ended waits as a zombie for its parent to ask."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] != "Z"
-
-
-def assert_same_run(workdir, finished):
-    for name in ("metrics.jsonl", "sft_metrics.jsonl"):
-        assert same_metrics(workdir / name) == same_metrics(finished / name)
-    for path in sorted((finished / "rollouts").iterdir()):
-        assert (workdir / "rollouts" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_CK1_killed_ten_times_a_run_ends_as_if_it_had_not_been(

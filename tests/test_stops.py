@@ -11,7 +11,7 @@ import signal
 
 import orbax.checkpoint as ocp
 import pytest
-from toy import ToyEnvironment, command, same_metrics
+from toy import ToyEnvironment, assert_same_run, command
 
 import run
 from grpo_jax import checkpoints, data, evaluate, health, models, setup
@@ -53,13 +53,6 @@ def finished(folder, arguments):
     """The workdir of an uninterrupted run of four steps."""
     assert run.main(arguments("whole")) == 0
     return folder / "whole"
-
-
-def assert_same_run(workdir, finished):
-    for name in ("metrics.jsonl", "sft_metrics.jsonl"):
-        assert same_metrics(workdir / name) == same_metrics(finished / name)
-    for path in sorted((finished / "rollouts").iterdir()):
-        assert (workdir / "rollouts" / path.name).read_bytes() == path.read_bytes()
 
 
 def in_call(monkeypatch, owner, name, act, number=1):

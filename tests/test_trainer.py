@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from ml_collections import ConfigDict
-from toy import assert_same_step, command, same_metrics
+from toy import assert_same_run, assert_same_step, command, same_metrics
 
 import run
 from grpo_jax import (
@@ -168,13 +168,6 @@ def test_SIGTERM_exits_75_and_the_rerun_equals_the_whole_run(
     assert (workdir / "checkpoints" / "step_000002").is_dir()
     assert run.main(command(folder, workdir)) == 0
     assert_same_run(workdir, finished)
-
-
-def assert_same_run(workdir, finished):
-    for name in ("metrics.jsonl", "sft_metrics.jsonl"):
-        assert same_metrics(workdir / name) == same_metrics(finished / name)
-    for path in sorted((finished / "rollouts").iterdir()):
-        assert (workdir / "rollouts" / path.name).read_text() == path.read_text()
 
 
 def test_CK3_damaged_newest_checkpoint_repeats_its_step(finished, folder, caplog):

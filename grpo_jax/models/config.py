@@ -6,7 +6,9 @@ writes them back in the formats of Hugging Face and PEFT.
 
 from dataclasses import dataclass
 
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+from grpo_jax.bounds import PROJECTIONS
+
+LORA_TARGETS = PROJECTIONS
 
 
 @dataclass(frozen=True)
