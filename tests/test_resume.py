@@ -113,7 +113,8 @@ DEATHS = (
     f"{CHECKPOINTS}:_write_manifest#2",
     f"{CHECKPOINTS}:Checkpoints._prune#2",  # a step that stands beside older ones
     f"{CHECKPOINTS}:shutil.rmtree#1",
-    "grpo_jax.config:os.replace#1",
+    "grpo_jax.config:os.replace#1",  # of metrics.jsonl, then of config.json
+    "grpo_jax.config:os.replace#2",
 )
 
 
