@@ -386,7 +386,7 @@ class Reads:
     def __init__(self, monkeypatch, repository):
         self.names = set()
         rooms = tuple(str(repository / name) for name in ("grpo_jax", "tools_env"))
-        checks = [str(repository / "grpo_jax" / f) for f in ("config.py",)]
+        checks = [str(repository / "grpo_jax" / f) for f in ("config.py", "clashes.py")]
 
         def noting(original):
             def read(config, name):
