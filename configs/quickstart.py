@@ -41,7 +41,7 @@ def get_config(variants: str = "") -> ConfigDict:
     config.sft.num_examples = 100  # two of three choices right, no tool unknown
     config.sft.batch_size = 5  # about one packed row
 
-    config.train.num_steps = 14
+    config.train.num_steps = 20
     config.train.prompts_per_step = 16
     config.train.micro_batch_size = 1
     config.train.row_length = 640  # four prompts, each with its group
