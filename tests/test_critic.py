@@ -13,6 +13,7 @@ from trajectories import VOCABULARY, random_examples, tiny_batches, tiny_parts
 from configs import tir
 from grpo_jax import models
 from grpo_jax.models import lora
+from grpo_jax.models.blockwise import Packing
 from grpo_jax.training import update
 from grpo_jax.training.batching import pack
 from grpo_jax.training.choices import make_estimator, make_router
@@ -95,7 +96,7 @@ def alone(parts, state, trajectory):
 def _hidden(graph, adapters, base, tokens):
     index = jnp.arange(tokens.shape[1])
     model = lora.merge(graph, adapters, base)
-    return model.hidden(tokens, index[None], (index[:, None] >= index)[None])
+    return model.hidden(tokens, index[None], Packing.causal(*tokens.shape))
 
 
 hidden_states = jax.jit(_hidden, static_argnames="graph")

@@ -104,7 +104,7 @@ REFUSED = {
     f"{TINY} --config.nowhere.at_all=3": "no configuration key 'nowhere.at_all'",
     f"{TINY} --wrkdir=x": "no flag '--wrkdir'; did you mean 'workdir'?",
     f"{TINY} --mode=trian": "did you mean 'train'?",
-    f"{TINY} --mode=plan": "--mode=plan is not part of this version",
+    f"{TINY} --mode=plan": "--mode=plan needs plan.topology",
     f"{TINY} extra": "unexpected argument 'extra'",
     f"{TINY} --config.train.num_steps=1.5": "train.num_steps=1.5",
     f"{TINY} --config.train.num_steps=many": "train.num_steps=many",

@@ -302,6 +302,7 @@ def test_groups_without_signal(folder, function, virtual, flat):
         f"--config.reward.functions=('toy.{function}',)",
         f"--config.objective.estimator={estimator}",
         "--config.objective.virtual_reward=1.0",
+        "--config.objective.beta=0.0",  # whose gradient is rounding, not 0, by itself
         "--config.train.num_steps=1",
         "--config.sft.num_epochs=0",
         "--config.data.num_eval_tasks=0",
@@ -456,8 +457,9 @@ def test_every_key_is_read_by_someone(folder, monkeypatch, repository):
     devices.initialize_distributed(config)
     # mesh.context is a name of the contract of which the check admits only 1;
     # reward.floor_kl is read below the floor in its mode "kl".
-    # checkpoint.load and export.format are of modes that only read.
+    # checkpoint.load, export.format and plan.topology are of other modes.
     unread = {"mesh.context", "reward.floor_kl", "checkpoint.load", "export.format"}
+    unread |= {"plan.topology"}
     # And these by tools.environment='verifiers': tests/test_verifiers_env.py.
     unread |= {"tools.verifiers", "tools.verifiers_args"}
     assert set(leaves(config)) - reads.of(config) == unread
