@@ -97,8 +97,8 @@ def test_gradient_of_the_entropy_where_it_is_asked_for(tied, temperature):
     entropy = -(np.exp(logs) * logs).sum(axis=-1, keepdims=True)
     by_logit = -np.exp(logs) * (logs + entropy) * (weights * mask)[..., None]
     expected = by_logit @ head.T.astype(np.float64) / temperature
-    # Logits of 24 round to 2e-6, and their sums and weights carry that ten times as far;
-    # how far depends on the order in which a CPU adds.
+    # Logits of 24 round to 2e-6, and their sums and weights carry that ten times as
+    # far; how far depends on the order in which a CPU adds.
     np.testing.assert_allclose(slope, expected, atol=1e-4)
     assert np.abs(expected).max() > 0.1
 
