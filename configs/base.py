@@ -255,6 +255,7 @@ def get_config() -> ConfigDict:
 def use_smollm2(config: ConfigDict) -> None:
     """SmolLM2-135M on a laptop's CPU: a cold start, then small groups."""
     config.model.source = "smollm2-135m"
+    config.tools.workers = 4  # two cores
     config.data.prompt_style = "short"
     config.rollout.num_generations = 4
     config.rollout.slots = 16
@@ -275,6 +276,7 @@ def use_smollm2(config: ConfigDict) -> None:
 def use_tiny(config: ConfigDict) -> None:
     """Two random layers and a byte tokenizer: six steps, for tests and smoke runs."""
     config.model.source = "tiny"
+    config.tools.workers = 4
     config.data.prompt_style = "short"
     config.lora.rank = 4
     config.lora.alpha = 8.0

@@ -2,9 +2,8 @@
 
 What: a smaller policy collapses sooner, so the step is shorter, the KL to the adapters
 that RL began with is on, and trajectories are short. Groups are small because memory
-is. Calls are in the compact protocol: a device pays for every token, and the cold start
-shows the model its form, which no chat template knows. A server that reads only its own
-form of calls needs --config.tools.protocol=hermes.
+is. Calls are in the template's own form, which the base model knows and servers read;
+--config.tools.protocol=compact takes half the tokens a call, and a cold start to learn.
 Hardware: one accelerator with 16 GiB.
 Time and result: not run on this hardware yet.
 Command: python run.py --config=configs/edge.py
@@ -41,7 +40,6 @@ def get_config(variants: str = "") -> ConfigDict:
     config.objective.beta = 0.04
 
     config.tools.environment = "python"
-    config.tools.protocol = "compact"
     config.tools.max_result_chars = 512
     config.data.source = "reasoning_gym"
     config.data.datasets = ("chain_sum", "products", "gcd", "lcm")

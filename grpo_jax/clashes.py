@@ -54,7 +54,7 @@ OUTCOME_TERMS = ("stages", "failure_bonus", "similarity")
 # Estimators that know fewer scales than `objective.group_advantages`, and why.
 SCALES = {
     "dr_grpo": (("std", "none"), "which never divides"),
-    "rloo": (("std",), "which never divides"),
+    "rloo": (("std", "none"), "which never divides"),
     "lead": (("std",), "which always divides by the group's deviation"),
     "mt_grpo": (("std",), "whose turns are always divided by their deviation"),
     "gtpo": (

@@ -127,7 +127,8 @@ def make_plan(
             if mesh.shape["fsdp"] == 1
             else device_bytes(parts.decoder),
             "KV cache": device_bytes(parts.slots),
-            "micro-batch": device_bytes(parts.batch),
+            "gradient": device_bytes(parts.adapters),
+            "rollout batch, unpacked": device_bytes(parts.batch) * _batches(config),
         }
         costs, peaks = [], {"rollout": 0, "update": 0}
         for program in programs(config, parts, mesh):
@@ -146,10 +147,16 @@ def make_plan(
     )
 
 
+def _batches(config: ConfigDict) -> int:
+    """Micro-batches of a step if every trajectory had a row of its own."""
+    trajectories = config.train.prompts_per_step * config.rollout.num_generations
+    return -(-trajectories // config.train.micro_batch_size)
+
+
 def _held(kept: dict[str, int], phase: str) -> int:
     """Bytes beside a program: the cache is freed before the update begins."""
     absent = ("KV cache", "weights for decoding")
-    absent = ("micro-batch",) if phase == "rollout" else absent
+    absent = ("gradient", "rollout batch, unpacked") if phase == "rollout" else absent
     return sum(size for kind, size in kept.items() if kind not in absent)
 
 
@@ -201,11 +208,21 @@ def _advice(config, costs: list[Cost], kept: dict[str, int], one: Chip) -> list[
             f"{cost.name} does not fit: it {asked} {one.memory / GIB:.0f} GiB; "
             f"{_REMEDIES[cost.name]}{_slots_that_fit(config, cost, kept, one)}"
         )
-    if found and config.mesh.tensor == 1:
+    uncounted = {
+        "the critic of objective.estimator='steppo'": config.objective.estimator
+        == "steppo",
+        "the teacher's pass of objective.token_weights='gear'": (
+            config.objective.token_weights == "gear"
+        ),
+        "the routing of lora.routed in decoding": config.lora.routed,
+        "the cold start": config.sft.num_epochs > 0,
+    }
+    found += [f"not counted: {what}" for what, used in uncounted.items() if used]
+    if any(not cost.fits for cost in costs) and config.mesh.tensor == 1:
         found.append(
             "mesh.tensor=2 or 4 shares every layer's activations among more devices"
         )
-    if found and not config.train.remat:
+    if any(not cost.fits for cost in costs) and not config.train.remat:
         found.append("train.remat=True keeps one activation a layer")
     return found
 

@@ -15,7 +15,7 @@ CLASHES = [
     ({"estimator": "steppo", "scale_rewards": "batch"}, "which knows no groups"),
     ({"estimator": "dr_grpo", "scale_rewards": "batch"}, "which never divides"),
     ({"estimator": "gtpo", "scale_rewards": "batch"}, "objective.norm_scope='batch'"),
-    ({"estimator": "rloo", "scale_rewards": "none"}, "never divides; use 'std'"),
+    ({"estimator": "rloo", "scale_rewards": "batch"}, "never divides; use 'std' or"),
     ({"estimator": "lead", "scale_rewards": "none"}, "always divides"),
     ({"estimator": "lead", "overlong_buffer": 64}, "=64 would not be read"),
     ({"lld": 0.2}, "exactly 0 with one update a rollout batch"),

@@ -101,7 +101,7 @@ def test_worked_example_runs_with_its_tools_data_and_rewards(example):
     lines = (example / "rollouts/step_000001.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 2 and rows[0]["task_id"].startswith("warehouse.jsonl:")
-    assert "@price{item: " in rows[0]["segments"][0]["text"]
+    assert '"name": "price"' in rows[0]["segments"][0]["text"]
     saved = json.loads((example / "config.json").read_text())
     assert saved["reward"]["weights"] == [1.0, 0.1]
 

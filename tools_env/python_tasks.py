@@ -127,7 +127,7 @@ class PythonEnvironment:
         finally:
             session.close()
         answer = result.output.strip()
-        if result.status != "ok" or _score(task, answer) < 1.0:
+        if result.status != "ok" or not self._correct(task, None, answer):
             return None
         return [
             {"role": "assistant", "content": format_tool_call(call)},
@@ -150,7 +150,10 @@ class PythonEnvironment:
         if not _generated(task) and task.columns.get("answer") is None:
             total = trajectory.reward.total  # of other rewards: there is no gold answer
             return total is not None and total >= self.max_reward
-        return answer is not None and _score(task, answer) == 1.0
+        try:
+            return answer is not None and _score(task, answer) == 1.0
+        except RuntimeError:  # no scorer could be started: the reward abstained too
+            return False
 
 
 class PythonSession:

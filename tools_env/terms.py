@@ -162,7 +162,8 @@ class Shaping:
         if self.stages:
             reward = self._staged(trajectory, reward)
         if self.failure_bonus and not passed:
-            score = failed_score(2 * len(trajectory.turns))
+            calling = sum(bool(turn.calls) for turn in trajectory.turns)
+            score = failed_score(2 + 2 * calling)
             parts = reward.parts | {"failed_score": score}
             reward = dataclasses.replace(
                 reward, total=self.outcome * score, parts=parts, turns=None

@@ -104,7 +104,9 @@ class VerifiersEnvironment:
         state["completion"] = steps[-1]["prompt"] + steps[-1]["completion"]
         state["completion"] = state["completion"][len(state["prompt"]) :]
         state["is_truncated"] = trajectory.truncated
-        failures = background.run(self._score(state), self._timeout_s)
+        # An endless answer scores 0 before this is over.
+        deadline = self._timeout_s + reasoning_scorer.SCORER_S
+        failures = background.run(self._score(state), deadline)
         if failures:
             raise failures[0]
         return Reward(float(state["reward"]), dict(state["metrics"] or {}))

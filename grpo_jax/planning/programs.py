@@ -18,21 +18,12 @@ from grpo_jax.models import ModelConfig, abstract_model, lora
 from grpo_jax.models.blockwise import BLOCK
 from grpo_jax.rollout import sampler
 from grpo_jax.rollout.engine import PROMPTS, RESULTS
-from grpo_jax.training import update
+from grpo_jax.training import batching, update
 from grpo_jax.training.choices import make_loss
 from grpo_jax.types import TrajectoryBatch
 
 STOP_IDS = 2
-FLOATS = (
-    "sampler_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "teacher_logprobs",
-    "advantages",
-    "outcome_advantages",
-    "old_values",
-    "returns",
-)
+FLOATS = (*batching.FLOATS, "old_logprobs", "ref_logprobs")
 
 
 @dataclass(frozen=True)

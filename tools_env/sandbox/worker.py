@@ -51,6 +51,8 @@ def _shut_off(level: str, hub: socket.socket) -> list[str]:
         _fork_and_wait(hub)
         isolation.die_with_parent()
         rootfs.enter()
+        # Some modules want to write when they are imported, and /tmp may be read-only.
+        os.environ["HOME"] = os.environ["TMPDIR"] = rootfs.WORK
         sys.path[:] = [path for path in sys.path if os.path.exists(path)]
     if level == "landlock" and not isolation.LINUX:
         raise OSError("Landlock is a Linux feature")
