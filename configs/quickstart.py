@@ -4,8 +4,8 @@ What: a short cold start on generated gold answers teaches the answer's form and
 the choices; GRPO with the graded reward goes on from there. The final table compares
 held-out tasks, of templates that training never sees, before and after.
 Hardware: two CPU cores and 8 GiB of memory are enough.
-Measured: `long`, 400 held-out tasks, mean of three seeds: .61 of the tools right after the
-cold start, .72 after RL, in 29 to 39 minutes (docs/experiments/quickstart.md).
+Measured: `long`, 400 held-out tasks, mean of three seeds: .61 of the tools right after
+the cold start, .72 after RL, in 29 to 39 minutes (docs/experiments/quickstart.md).
 Command: python run.py --config=configs/quickstart.py
 
 Variants
