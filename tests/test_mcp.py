@@ -146,7 +146,7 @@ def test_a_scripted_training_step_with_a_server(tmp_path):
         "reward.functions": "('warehouse_reward.right',)",
         "data.source": str(tasks),
         "data.num_eval_tasks": 0,
-        "rollout.max_prompt_length": 1280,
+        "rollout.max_prompt_length": 1536,
         "rollout.max_completion_length": 320,
         "rollout.max_turn_length": 128,
         "sft.num_epochs": 0,
