@@ -5,8 +5,8 @@ the choices; GRPO with the graded reward goes on from there. The final table com
 held-out tasks, of templates that training never sees, before and after.
 Hardware: two CPU cores and 8 GiB of memory are enough.
 Measured: `long`, 400 held-out tasks, mean of three seeds: .61 of the tools right after
-the cold start, .72 after RL, in 29 to 39 minutes; the default, 100 tasks: .56 and .63 in
-11 minutes (docs/experiments/quickstart.md).
+the cold start, .72 after RL, in 29 to 39 minutes; the default, 100 tasks: .56 and .63,
+in 11 minutes (docs/experiments/quickstart.md).
 Command: python run.py --config=configs/quickstart.py
 
 Variants
