@@ -52,7 +52,7 @@ def test_decoding_gathers_no_weight_and_copies_no_cache(made):
     # On v6e the compiler keeps the keys in another layout while it decodes: half of the
     # cache is copied once a burst (docs/tpu.md). Nothing may copy more.
     keys = made.kept["KV cache"] / 2 if config.rollout.slots == 32 else 0
-    assert costs["decode"].temporaries < keys + made.kept["KV cache"] / 4
+    assert costs["decode"].temporaries < keys + 64 * 2**20  # logits and the like
 
 
 def test_operations_are_those_of_the_model(made):
