@@ -1,10 +1,11 @@
-"""What a run costs on TPUs that are not there: every program compiled for a topology.
+"""What a run costs on TPUs that are not there: its programs compiled for a topology.
 
     python run.py --config=configs/tir.py --mode=plan --config.plan.topology=v5e:4x4
 
 The TPU compiler (libtpu, a package; no TPU) compiles the trainer's own programs from
-abstract arrays. Its figures of memory are exact; times are rooflines, the least that a
-chip's peak rates allow. DIR/plan.json has all numbers.
+abstract arrays: prefill, extend, decode, score and update. Figures of memory are the
+compiler's; times are rooflines, the least that a chip's peak rates allow. What is not
+counted is said. DIR/plan.json has all numbers.
 """
 
 import json
@@ -26,7 +27,6 @@ from grpo_jax.models.known import known_config
 from grpo_jax.planning.chips import GIB, Chip, chip, describe, topology_mesh
 from grpo_jax.planning.counting import collectives, work
 from grpo_jax.planning.programs import (
-    Parts,
     Program,
     device_bytes,
     make_parts,
@@ -34,8 +34,8 @@ from grpo_jax.planning.programs import (
 )
 
 LOG = logging.getLogger(__name__)
-# What the compiler says of a program that needs more memory than there is.
-_NEEDED = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", re.IGNORECASE)
+# The first size that the compiler names where memory runs out is what it asked for.
+_NEEDED = re.compile(r"\b([\d.]+)([KMG])\b")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -133,18 +133,15 @@ def make_plan(
         costs, peaks = [], {"rollout": 0, "update": 0}
         for program in programs(config, parts, mesh):
             LOG.info("compiling %s", program.name)
-            cost = _cost(program, parts, mesh.size, one)
+            cost = _cost(program, mesh.size, one)
             costs.append(cost)
-            held = _held(kept, program.phase)
-            if not cost.fits or peaks[program.phase] is None:
-                peaks[program.phase] = None
+            phase = program.phase
+            if not cost.fits or peaks[phase] is None:
+                peaks[phase] = None
             else:
-                peaks[program.phase] = max(
-                    peaks[program.phase], held + cost.temporaries
-                )
-    return Plan(
-        title, kept, costs, peaks, one.memory, _advice(config, costs, kept, one)
-    )
+                peaks[phase] = max(peaks[phase], _held(kept, phase) + cost.temporaries)
+    advice = [*_advice(config, costs, kept, one), *_too_high(peaks, one)]
+    return Plan(title, kept, costs, peaks, one.memory, advice)
 
 
 def _batches(config: ConfigDict) -> int:
@@ -153,14 +150,31 @@ def _batches(config: ConfigDict) -> int:
     return -(-trajectories // config.train.micro_batch_size)
 
 
+# What is in memory in one phase only: the cache is freed before the update begins.
+ONLY = {
+    "rollout": ("KV cache", "weights for decoding"),
+    "update": ("gradient", "rollout batch, unpacked"),
+}
+
+
 def _held(kept: dict[str, int], phase: str) -> int:
-    """Bytes beside a program: the cache is freed before the update begins."""
-    absent = ("KV cache", "weights for decoding")
-    absent = ("gradient", "rollout batch, unpacked") if phase == "rollout" else absent
+    """Bytes beside a program of this phase."""
+    absent = [kind for other, kinds in ONLY.items() if other != phase for kind in kinds]
     return sum(size for kind, size in kept.items() if kind not in absent)
 
 
-def _cost(program: Program, parts: Parts, devices: int, one: Chip) -> Cost:
+def _too_high(peaks: dict[str, int | None], one: Chip) -> list[str]:
+    """Phases of which every program fits, but not beside what else is held."""
+    return [
+        f"the {phase} does not fit: its peak is {peak / GIB:.1f} GiB of "
+        f"{one.memory / GIB:.0f}; raise mesh.fsdp or mesh.tensor, or lower "
+        + ("rollout.slots" if phase == "rollout" else "train.micro_batch_size")
+        for phase, peak in peaks.items()
+        if peak is not None and peak > one.memory
+    ]
+
+
+def _cost(program: Program, devices: int, one: Chip) -> Cost:
     started = time.monotonic()
     traced = program.trace()
     total = work(traced.jaxpr.jaxpr, program.while_trips)

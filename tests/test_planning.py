@@ -141,6 +141,19 @@ def test_chips_are_named_before_the_colon():
     assert chip("v5e:4x4") is CHIPS["v5e"]
 
 
+def test_a_peak_above_the_memory_is_said():
+    peaks = {"rollout": 17 * 2**30, "update": None}
+    (line,) = plan._too_high(peaks, CHIPS["v5e"])
+    assert "rollout does not fit: its peak is 17.0 GiB of 16" in line
+    assert "lower rollout.slots" in line
+
+
+def test_what_only_one_phase_holds_does_not_count_in_the_other():
+    kept = {"base weights": 1, "KV cache": 2, "weights for decoding": 4, "gradient": 8}
+    kept["rollout batch, unpacked"] = 16
+    assert (plan._held(kept, "rollout"), plan._held(kept, "update")) == (7, 25)
+
+
 def test_advice_names_the_program_the_bytes_and_a_key():
     import configs.tir
 

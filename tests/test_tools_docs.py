@@ -4,11 +4,10 @@ import ast
 import json
 import re
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from endpoint import serving
 
 from grpo_jax import config, setup
 from grpo_jax.data import load_tasks
@@ -134,35 +133,17 @@ def test_an_environment_of_verifiers(folder):
         environment.close()
 
 
-class Rudeness(BaseHTTPRequestHandler):
-    """An endpoint that finds politeness in the word please, and notes the models."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body["model"]))
-        shown = json.loads(body["messages"][1]["content"])
-        score = 10 if "please" in shown[-1]["content"] else 0
-        message = {"role": "assistant", "content": f"SCORE: {score}"}
-        written = json.dumps({"choices": [{"message": message}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(written)))
-        self.end_headers()
-        self.wfile.write(written)
-
-    def log_message(self, *args):
-        pass
+def politeness(number, body):
+    """Finds politeness in the word please."""
+    shown = json.loads(body["messages"][1]["content"])
+    return 200, f"SCORE: {10 if 'please' in shown[-1]['content'] else 0}"
 
 
 @pytest.fixture
 def endpoint():
-    """A stand-in for the document's language model, on a port of its own."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Rudeness) as server:
-        server.asked = []
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    """A stand-in for the document's language model."""
+    with serving(politeness) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_judge(folder, endpoint):
@@ -179,7 +160,8 @@ def test_a_judge(folder, endpoint):
     assert (rude.parts["right"], rude.parts["polite"]) == (1.0, 0.0)
     assert (polite.parts["right"], polite.parts["polite"]) == (0.0, 1.0)
     asked = ("/v1/chat/completions", "Qwen/Qwen2.5-72B-Instruct")
-    assert endpoint.asked == [asked, asked]
+    found = [(path, body["model"]) for path, body in endpoint.requests]
+    assert found == [asked, asked]
 
 
 def test_the_bank(folder):

@@ -3,12 +3,14 @@
 import dataclasses
 import importlib.util
 
+import jax
 import pytest
 
 import configs.tir
 from grpo_jax import plan
 from grpo_jax.models.known import known_config
 from grpo_jax.planning.chips import chip, topology_mesh
+from grpo_jax.planning.programs import device_bytes, make_parts, programs
 
 pytestmark = [
     pytest.mark.libtpu,
@@ -53,6 +55,20 @@ def test_decoding_gathers_no_weight_and_copies_no_cache(made):
     # cache is copied once a burst (docs/tpu.md). Nothing may copy more.
     keys = made.kept["KV cache"] / 2 if config.rollout.slots == 32 else 0
     assert costs["decode"].temporaries < keys + 64 * 2**20  # logits and the like
+
+
+def test_what_does_not_fit_is_said_with_the_compilers_figure():
+    """A cache of 34 GiB a device; the error is the compiler's own."""
+    config = configs.tir.get_config()
+    config.mesh.tensor, config.rollout.slots = 4, 4096
+    shape = dataclasses.replace(known_config(config.model.source), num_layers=LAYERS)
+    mesh, one = topology_mesh("v5e:4x4", config.mesh), chip("v5e:4x4")
+    with jax.set_mesh(mesh):
+        parts = make_parts(config, shape, mesh, "bfloat16")
+        made = programs(config, parts, mesh)
+        (decode,) = [program for program in made if program.name == "decode"]
+        cost = plan._cost(decode, mesh.size, one)
+    assert not cost.fits and cost.needed > device_bytes(parts.slots) > one.memory
 
 
 def test_operations_are_those_of_the_model(made):
